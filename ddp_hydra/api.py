@@ -15,7 +15,7 @@ from msgspec import to_builtins
 from omegaconf import OmegaConf, open_dict
 
 from ddp_hydra.cli import inference
-from ddp_hydra.cli.compose import compose, read_words
+from ddp_hydra.cli.compose import compose, environment_of, read_words
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.cluster.connection import Scheduler, workers_of
 from ddp_hydra.config import references
@@ -280,7 +280,8 @@ class Run:
         with held_back():
             from ddp_hydra.training import load_run
 
-        return load_run.load(self.dir, which, _checked_changes(overrides)).model
+        with environment_of(str(self.dir)):
+            return load_run.load(self.dir, which, _checked_changes(overrides)).model
 
     @interrupted()
     def evaluate(self, *changes: str, which: str = "best", split: str = "val") -> dict[str, float]:

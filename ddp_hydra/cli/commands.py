@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ddp_hydra.cli.compose import OWN_CONFIGS
 from ddp_hydra.config import project
 from ddp_hydra.console import text
 from ddp_hydra.console.text import printable
@@ -178,6 +179,9 @@ def parse(options: type[T], arguments: Sequence[str], usage: str, groups: Collec
     schema = OmegaConf.structured(options)
     keys = [str(key) for key in schema]
     for word in arguments:
+        if word.startswith("-"):
+            why = f"options of Hydra, as --config-dir, are for a training, and {OWN_CONFIGS}"
+            raise ConfigError(f"{printable(word)}: leave it out: {why}; the keys are {', '.join(keys)}; {see}")
         if "=" not in word and not word.startswith("~"):
             raise ConfigError(f"{printable(word)!r} is not key=value: the keys are {', '.join(keys)}; {see}")
     own = [word for word in arguments if word.partition("=")[0] in keys]

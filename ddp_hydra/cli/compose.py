@@ -36,10 +36,13 @@ from yaml import YAMLError
 from ddp_hydra.config import project, redact, references, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import (
     CONFIG_DIR,
+    ENV_SET,
     IS_1_3,
     VERSION_BASE,
     parse_override,
+    sets_variables,
     typed_sources,
+    variables_of,
 )
 from ddp_hydra.config.redact import HIDDEN
 from ddp_hydra.console import text
@@ -55,6 +58,8 @@ MODES = {
     "-m", "--multirun", "-r", "--run", "hydra.mode", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion",
 }  # fmt: skip
 """Of these words of a command, Hydra takes one."""
+ONE_RUN = "hydra.mode=RUN"
+OWN_CONFIGS = "a command that is given a run has the run's own configs"
 
 
 class LayerConfigs(SearchPathPlugin):
@@ -144,7 +149,7 @@ def composed_once(multirun: bool) -> Iterator[None]:
         yield
         return
     wanted = RunMode.MULTIRUN if multirun else RunMode.RUN
-    word = f"hydra.mode={wanted.name}"
+    word = "hydra.mode=MULTIRUN" if multirun else ONE_RUN
     load: Any = ConfigLoaderImpl.load_configuration
     find_mode: Any = Hydra.get_mode
     kept: dict[tuple[str | None, tuple[str, ...]], DictConfig] = {}
@@ -159,6 +164,8 @@ def composed_once(multirun: bool) -> Iterator[None]:
             cfg.hydra.mode = wanted
             cfg.hydra.overrides.hydra.append(word)
             kept[config_name, (*overrides, word)] = cfg
+        elif mode == wanted:
+            kept[config_name, tuple(overrides)] = cfg
         return mode
 
     def load_configuration(
@@ -230,7 +237,8 @@ def saved_without_secrets() -> AbstractContextManager[None]:
 
 def read_words(arguments: list[str]) -> list[str]:
     arguments = [with_weights(quoted_path(word)) for word in with_options_first(arguments)]
-    resumed = with_resumed_sweep(with_resumed_overrides(with_search(arguments)))
+    typed = with_search(arguments)
+    resumed = with_resumed_sweep(with_one_run(with_resumed_overrides(typed), typed))
     return with_run_dir_before(with_faults(with_params(resumed)))
 
 
@@ -285,17 +293,80 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     return with_options_first([*kept, *arguments])
 
 
+def with_one_run(arguments: list[str], typed: Sequence[str]) -> list[str]:
+    """Let `resume=<run>` go on with one run where its config makes sweeps, unless what is typed now may make one."""
+    resumed = next((value_of(word) for word in typed if word.startswith("resume=")), "")
+    may_sweep = {*MODES, *unknown_keys.GROUPS} & set(map(key_of, typed))
+    return arguments if may_sweep or _overrides_of(resumed) is None else [*arguments, ONE_RUN]
+
+
 def with_sources(arguments: list[str], hydra_cfg: Mapping[Any, Any], what: str) -> list[str]:
-    """Add the main config and the folders of configs of `what`, a run or sweep; those typed now have priority."""
+    """Add the main config, the folders of configs and the variables of `what`, a run or sweep; those typed now win."""
     given, _ = get_args_parser().parse_known_args(arguments)
     options = {"--config-name": given.config_name, CONFIG_DIR: given.config_dir}
     typed = {name for name, value in options.items() if value is not None} | set(map(full_key_of, arguments))
-    added = [word for word in typed_sources(hydra_cfg) if word.partition("=")[0] not in typed]
+    added = [word for word in typed_sources(hydra_cfg) if sets_variables(word) or word.partition("=")[0] not in typed]
+    added = _with_known_variables(added, arguments, what)
     gone = [word for word in added if word.startswith(f"{CONFIG_DIR}=") and not Path(value_of(word)).is_dir()]
     for word in gone:  # it may not be needed; Hydra names an option that is lacking
         said = f"{what} was given {CONFIG_DIR} {value_of(word)}, which is not there: it goes on without; else type"
         print(f"ddp_hydra: {said} {CONFIG_DIR} <where it is now>", file=sys.stderr)  # noqa: T201
     return with_options_first([*(word for word in added if word not in gone), *arguments])
+
+
+def _with_known_variables(words: list[str], arguments: Sequence[str], what: str) -> list[str]:
+    """Leave variables out that are typed anew with +, and secrets, which are kept nowhere: a shell may have them."""
+    typed, anew = variables_of(arguments), variables_of([word for word in arguments if word.startswith("+")])
+    kept: list[str] = []
+    for word in words:
+        variables = variables_of([word])
+        lost = {name for name, value in variables.items() if HIDDEN in str(value)}
+        if lost.isdisjoint(variables) and anew.keys().isdisjoint(variables):
+            kept.append(word)
+            continue
+        for name in lost - typed.keys():
+            _note_lost_variable(name, f"{what} was given {ENV_SET}.{name}, a secret, which is kept nowhere")
+        for name, value in variables.items():
+            if name not in lost and name not in anew:  # Hydra takes no dict apart
+                kept.append(f"+{ENV_SET}.{name}=" + text.quoted(str(value)).replace(r"\${", "${"))
+    return kept
+
+
+def _note_lost_variable(name: str, what: str) -> None:
+    if name not in os.environ:
+        said = f"{what}: it goes on without; else set {name}=<value> in front of the command"
+        print(f"ddp_hydra: {said}", file=sys.stderr)  # noqa: T201
+
+
+def environment_of(run: str, trust: bool = False) -> AbstractContextManager[dict[str, str]]:
+    """Set the variables of a run's `hydra.job.env_set` inside the block, as Hydra did for its job; return them.
+
+    Args:
+        trust: do so for a lone checkpoint or a URL, too: a variable may name code.
+    """
+    found: dict[str, str] = {}
+    hydra_cfg = hydra_of(run, follows=True) if trust or RunRef.own(run).is_own else {}
+    given = (hydra_cfg.get("job") or {}).get("env_set") or {}
+    cfg = OmegaConf.create({**((given and saved_config(run)) or {}), "hydra": hydra_cfg})
+    for name, value in given.items():
+        try:
+            if HIDDEN in str(value):
+                _note_lost_variable(name, f"run={run}: the run was given {ENV_SET}.{name}, a secret, kept nowhere")
+            else:
+                found[name] = str(cfg.hydra.job.env_set[name])
+        except OmegaConfBaseException:
+            _note_lost_variable(name, f"run={run}: {ENV_SET}.{name}={value} of the run has no value here")
+    return _environment(found)
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[dict[str, str]]:
+    with utils.env_override(variables):
+        yield variables
+
+
+def saved_config(run: str) -> dict[str, Any] | None:
+    return saved_yaml(run, "config.yaml", dict, follows=True) or None
 
 
 def _with_whole_paths(word: str, folder: str) -> str:
@@ -327,9 +398,9 @@ def _overrides_of(run: str) -> list[str] | None:
     return None if saved is None else list(map(str, saved))
 
 
-def hydra_of(run: str) -> dict[str, Any]:
-    """Return Hydra's part of the config of a run; an empty dict where the run has kept none."""
-    return (saved_yaml(run, "hydra.yaml", dict) or {}).get("hydra") or {}
+def hydra_of(run: str, *, follows: bool = False) -> dict[str, Any]:
+    """Return Hydra's part of the config of a run, see `saved_yaml`; an empty dict where the run has kept none."""
+    return (saved_yaml(run, "hydra.yaml", dict, follows=follows) or {}).get("hydra") or {}
 
 
 def saved_yaml(run: str, name: str, kind: type[Saved], *, follows: bool = False) -> Saved | None:
@@ -400,7 +471,8 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
             what = f"{saved.parent}: the sweep was typed with {' '.join(lacking)}, and these jobs are not"
             print(f"ddp_hydra: {what}: type it again if they need it", file=sys.stderr)  # noqa: T201
     else:
-        kept = [word for word in (*of_hydra, *of_task) if key_of(word) not in (*keys, *map(key_of, given))]
+        known = (*keys, *map(key_of, given))
+        kept = [word for word in (*of_hydra, *of_task) if not sets_variables(word) and key_of(word) not in known]
         _refuse_hidden(kept, f"{saved.parent}: the sweep", where=" with the other words of the sweep")
         given += kept
     return with_options_first([*given, f"hydra.sweep.dir={text.quoted(folders[0])}"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from omegaconf import MISSING
 
 from ddp_hydra.cli.commands import parse
+from ddp_hydra.cli.compose import environment_of
 from ddp_hydra.console.text import expanded
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.finetune import models as pretrained
@@ -77,7 +78,7 @@ def export(words: Sequence[str]) -> None:
     if any(not isinstance(size, int) for size in options.input_shape or ()):
         raise ConfigError(f"input_shape={options.input_shape}: give the sizes of one sample, [3,224,224]")
     split = None if options.input_shape else options.split
-    with new_folder(out.absolute().parent):
+    with environment_of(options.run, options.trust), new_folder(out.absolute().parent):
         trained = load_run.load(options.run, options.which, overrides, split, options.trust)
         example = exports.example_of(trained, options.split, options.input_shape)
         how = options.tolerance, options.merge, options.max_shard_size
@@ -131,6 +132,11 @@ def generate(words: Sequence[str]) -> None:
     options, overrides = parse(GenerateOptions, words, GENERATE_USAGE)
     if (options.n is not None and options.n < 1) or options.temperature <= 0:
         raise ConfigError(f"n={options.n}, temperature={options.temperature}: give n >= 1, and a temperature above 0")
+    with environment_of(options.run, options.trust):
+        print_generated(options, overrides)
+
+
+def print_generated(options: GenerateOptions, overrides: Sequence[str]) -> None:
     run = load_run.load(options.run, options.which, overrides, trust=options.trust)
     if pretrained.takes_tokens(run.model) and run.model.can_generate():  # type: ignore[operator]
         how = (options.temperature, options.seed, options.max_new_tokens, options.chat)

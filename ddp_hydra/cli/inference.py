@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,15 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from ddp_hydra.cli.commands import parse
-from ddp_hydra.cli.compose import compose, hydra_of, key_of, saved_yaml, with_faults, with_sources
-from ddp_hydra.config import checkpoint_config, redact
+from ddp_hydra.cli.compose import compose, environment_of, hydra_of, key_of, saved_config, with_faults, with_sources
+from ddp_hydra.config import checkpoint_config, env_values, redact
 from ddp_hydra.config.schema import SCHEMAS
 from ddp_hydra.console.text import expanded
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job import predictions
 from ddp_hydra.job.inference import EVALUATE, PREDICT, InferenceJob, on_ranks
 from ddp_hydra.job.predictions import PLAN, Parts
+from ddp_hydra.job.run_dir import kept_environment
 from ddp_hydra.storage.files import new_folder
 from ddp_hydra.storage.manifest import state_file
 from ddp_hydra.storage.run_ref import RunRef
@@ -59,9 +61,9 @@ def evaluate_and_print(words: Sequence[str]) -> None:
 def evaluate(
     run: str, which: str = "best", split: str = "val", changes: Sequence[str] = (), trust: bool = False
 ) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, environment_of(run, trust) as environment:
         checkpoint = RunRef.named(run).checkpoint(which, Path(folder))
-        found = prepared_inference(run, checkpoint, split, changes, trust).run(EVALUATE)
+        found = prepared_inference(run, checkpoint, split, changes, trust, environment).run(EVALUATE)
         if RunRef.named(run).is_stored:  # the file is a download, which is removed
             return {**found, "checkpoint": f"{run.rstrip('/')}, {checkpoint.name}"}
         is_run = Path(run).is_dir() and Path(run).name != checkpoint.name
@@ -117,9 +119,10 @@ def predict(
         new_folder(target.parent),
         locked(folder, "wait for it, or give another out="),
         parts_kept(folder),
+        environment_of(run, trust) as environment,
     ):
         checkpoint = RunRef.named(run).checkpoint(which, Path(download))
-        inference = prepared_inference(run, checkpoint, split, changes, trust)
+        inference = prepared_inference(run, checkpoint, split, changes, trust, environment)
         parts = Parts(folder, {**plan(inference, kind), "targets": targets}, overwrite)
         try:
             found = inference.run(
@@ -166,7 +169,12 @@ GROUPS = ("data", "metrics", "task", "loss", "model", "trainer", "cluster", "dis
 
 
 def prepared_inference(
-    run: str, checkpoint: Path, split: str, words: Sequence[str], trust: bool = False
+    run: str,
+    checkpoint: Path,
+    split: str,
+    words: Sequence[str],
+    trust: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> InferenceJob:
     """Return what is to be computed, and where.
 
@@ -177,6 +185,7 @@ def prepared_inference(
         split: "val" or "train".
         words: groups and keys that are typed. Words of a group that is chosen anew belong to the new one.
         trust: use whatever the run's config names, also if it is a lone file or a URL.
+        environment: variables that `environment_of` has set, for ranks elsewhere.
     """
     words = with_faults(list(words))
     faults = [word for word in words if key_of(word) == "faults"]
@@ -201,6 +210,9 @@ def prepared_inference(
         cfg = fresh
     else:
         cfg = checkpoint_config.changed(saved, changes, groups)
+        environment_now = env_values.values_of(cfg)
+        for line in env_values.changes(kept_environment(run) if environment_now else {}, environment_now):
+            print(f"ddp_hydra: {line}: the environment is not the run's", file=sys.stderr)  # noqa: T201
     for name, schema in SCHEMAS.items():
         cfg = checkpoint_config.changed(cfg, groups={name: OmegaConf.merge(OmegaConf.structured(schema), cfg[name])})
     for secret in redact.hidden({"cluster": OmegaConf.to_container(cfg.cluster)}):
@@ -213,12 +225,9 @@ def prepared_inference(
         split,
         tuple(OmegaConf.from_dotlist(faults).faults) if faults else (),
         trust,
+        dict(environment or {}),
     )
 
 
 def group_of(word: str) -> str:
     return key_of(word).partition(".")[0]
-
-
-def saved_config(run: str) -> dict[str, Any] | None:
-    return saved_yaml(run, "config.yaml", dict, follows=True) or None

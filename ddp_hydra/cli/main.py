@@ -170,6 +170,9 @@ def report(run: Callable[[], None]) -> int:
 def error_message(error: Exception) -> str:
     if isinstance(error, OverrideParseException) and "=" not in str(error.override):
         word = str(error.override)
+        if word in COMMANDS:
+            options = f"options of Hydra, as --config-dir, are for a training: {compose.OWN_CONFIGS}"
+            return f"{word} is a command, and a command comes first: type ddp-hydra {word} …; {options}"
         near = text.meant(word, COMMANDS) or "."
         return (
             f"{word!r} is no command, nor key=value{near} The commands are "

@@ -110,6 +110,7 @@ def changed(
         plain = [word.lstrip("+") for word in overrides if not word.startswith("~")]
         OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist(plain))  # types are right
         for word in overrides:
+            _refuse_inside_interpolation(cfg, word)
             OmegaConf.set_struct(cfg, not word.startswith(("+", "~")))
             if word.startswith("~"):
                 _remove(cfg, word[1:].partition("=")[0])
@@ -122,6 +123,26 @@ def changed(
         raise ConfigError(f"{' '.join(overrides)}: {str(error).splitlines()[0]}") from error
     OmegaConf.set_struct(cfg, True)
     return cfg
+
+
+def _refuse_inside_interpolation(cfg: DictConfig, word: str) -> None:
+    """Refuse a key of a node that is the interpolation of another one: it would become all of the node."""
+    key, _, value = word.lstrip("+").partition("=")
+    parts, node = key.split("."), cfg
+    if len(parts) == 1 or parts[-1] == "_target_":  # a node of its own begins
+        return
+    size = 1
+    while not (parts[size - 1] in list(node) and OmegaConf.is_interpolation(node, parts[size - 1])):
+        node, size = OmegaConf.select(node, parts[size - 1]), size + 1
+        if not isinstance(node, DictConfig) or size >= len(parts):
+            return
+    at = ".".join(parts[:size])
+    given = str(dict(references.with_full_names(OmegaConf.to_container(cfg))).get(at))
+    there = re.fullmatch(r"\$\{([\w.]+)\}", given)
+    instead = f"{there[1]}.{'.'.join(parts[size:])}" if there else ""
+    new = "+" if there and OmegaConf.select(cfg, instead, default=cfg, throw_on_missing=False) is cfg else ""
+    advice = f"type {new}{instead}={value}" if there else f"type all of it, +{at}={{_target_: …, …}}"
+    raise ConfigError(f"{word}: {at} is {given}, so it has no keys of its own: {advice}")
 
 
 def _remove(cfg: DictConfig, key: str) -> None:

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import InstantiationException
+from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.console import text
@@ -32,6 +32,8 @@ MAIN: dict[str, Any] = VERSION_BASE if _EVERY_TARGET is None else {"execution_wh
 """Arguments of our own `hydra.main`."""
 CONFIG_DIR = "--config-dir"
 """The option, and what we name the folder that it adds, in Hydra's list of sources."""
+ENV_SET = "hydra.job.env_set"
+"""The key of the variables of the environment that Hydra sets for a job."""
 
 logging.getLogger(utils.__name__).addFilter(lambda record: not record.getMessage().startswith("Error getting "))
 """Hydra logs each name that it doesn't find as what it was looked for first, also where the next look finds it."""
@@ -66,7 +68,7 @@ def typed_words(hydra_cfg: Any) -> list[str]:
 
 
 def typed_sources(hydra_cfg: Mapping[Any, Any]) -> list[str]:
-    """Return the words that chose where the configs of a command came from, with whole paths.
+    """Return the words that chose where the configs of a command came from, with whole paths, and its `ENV_SET`.
 
     Args:
         hydra_cfg: Hydra's part of a config that was saved, as plain data, which others may have written.
@@ -84,7 +86,26 @@ def typed_sources(hydra_cfg: Mapping[Any, Any]) -> list[str]:
             words.append(f"{CONFIG_DIR}={place}")
         elif source.get("provider") == "hydra.searchpath in command-line":
             searched.append(text.quoted(f"{source.get('schema')}://{place}"))
-    return [*words, f"hydra.searchpath=[{','.join(searched)}]"] if searched else words
+    words += [f"hydra.searchpath=[{','.join(searched)}]"] if searched else []
+    overrides = found if isinstance(found := hydra_cfg.get("overrides"), dict) else {}
+    typed = found if isinstance(found := overrides.get("hydra"), list) else []
+    return [*words, *(word for word in typed if isinstance(word, str) and sets_variables(word))]
+
+
+def sets_variables(word: str) -> bool:
+    key = word.partition("=")[0].lstrip("+~")
+    return key == ENV_SET or key.startswith(f"{ENV_SET}.")
+
+
+def variables_of(words: Sequence[str]) -> dict[str, Any]:
+    """Return what overrides put into `ENV_SET`, as far as Hydra can read them."""
+    found: dict[str, Any] = {}
+    for word in words:
+        name = word.partition("=")[0].lstrip("+").removeprefix(ENV_SET)[1:]
+        with suppress(HydraException):
+            value = parse_override(word).value() if sets_variables(word) else {}
+            found |= {name: value} if name else value if isinstance(value, dict) else {}
+    return found
 
 
 @functools.lru_cache(maxsize=256)

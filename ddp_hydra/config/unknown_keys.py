@@ -150,7 +150,8 @@ def check(cfg: DictConfig) -> None:
     _check_data(raw)
     nodes = [("metrics", key, value) for key, value in (raw.get("metrics") or {}).items()]
     nodes += [("callbacks", key, value) for key, value in (raw.get("callbacks") or {}).items() if value is not None]
-    nodes += [("data", key, raw["data"].get(key)) for key in ("train", "val") if isinstance(raw["data"].get(key), str)]
+    sets = ((key, raw["data"].get(key)) for key in ("train", "val"))
+    nodes += [("data", key, value) for key, value in sets if isinstance(value, str | dict) and value]
     for group, key, value in nodes:
         node = value
         if isinstance(value, str):
@@ -159,7 +160,7 @@ def check(cfg: DictConfig) -> None:
             except OmegaConfBaseException:
                 continue  # `resolved` says why
         if not isinstance(node, Mapping | DictConfig) or "_target_" not in node:
-            class_name = value if isinstance(value, str) else "<module>.<class>"
+            class_name = value if isinstance(value, str) and "${" not in value else "<module>.<class>"
             given = f"{'' if group == 'data' else '+'}{group}.{key}._target_={class_name}"
             raise ConfigError(f"{group}.{key}={value}: a _target_ is missing: give {given}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,11 @@ PREDICT = "ddp_hydra.training.inference:predict"
 
 @dataclass
 class InferenceJob:
-    """Computes something with a trained model; `overrides` and `groups` are changes of the checkpoint's config."""
+    """Computes something with a trained model; `overrides` and `groups` are changes of the checkpoint's config.
+
+    Args:
+        environment: variables of the run that its config or code may read.
+    """
 
     cfg: DictConfig
     checkpoint: Path
@@ -33,6 +37,7 @@ class InferenceJob:
     split: str = "val"
     faults: tuple[str, ...] = ()
     trust: bool = True
+    environment: dict[str, str] = field(default_factory=dict)
 
     def check(self) -> project.Project:
         if self.split not in ("val", "train"):
@@ -57,7 +62,7 @@ class InferenceJob:
         if self.is_here:
             check_faults(self.cfg, self.faults, 1)
         own = {"overrides": self.overrides, "groups": self.groups, "split": self.split, "trust": self.trust}
-        own["faults"] = list(self.faults)
+        own |= {"faults": list(self.faults), "environment": self.environment}
         receive, run = receive or (lambda record, fetch: None), self.run_here if self.is_here else self.run_on_dask
         values = run(fn, lambda: own | more(), receive, packed)
         if reason := next((value["interrupted"] for value in values if value["interrupted"]), ""):

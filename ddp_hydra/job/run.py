@@ -18,7 +18,7 @@ from msgspec.structs import asdict
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect, connection
-from ddp_hydra.config import checkpoint_config, schema
+from ddp_hydra.config import checkpoint_config, env_values, schema
 from ddp_hydra.config.project import Project
 from ddp_hydra.config.validate import check_loggers_installed
 from ddp_hydra.console.signals import SECOND, held_back
@@ -46,7 +46,9 @@ from ddp_hydra.job.run_dir import (
     earlier_kept,
     goes_on,
     is_held,
+    keep_environment,
     keep_project,
+    kept_environment,
     measured_until,
     metrics_by_step,
     refuse_other_run,
@@ -126,6 +128,12 @@ def run_job(
                 torchrun.remember(str(run_dir.absolute()))
             stack.enter_context(earlier_kept(run_dir))
         print(f"ddp_hydra  ->  {remote.spec.url if remote else shown_path(run_dir)}", flush=True)  # noqa: T201
+        if remote is None:
+            environment = env_values.values_of(cfg)
+            before = kept_environment(cfg.resume) if environment and cfg.resume else {}
+            for line in env_values.changes(before, environment):
+                print(f"  changed   {line}, by the environment", flush=True)  # noqa: T201
+            keep_environment(run_dir, environment)
         if cfg.results.handler is schema.Handler.cluster:
             connection.load()
             from ddp_hydra.job.remote.client import run_remote_job

@@ -14,7 +14,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, read_write
 
-from ddp_hydra.config import project, redact
+from ddp_hydra.config import env_values, project, redact
 from ddp_hydra.console.text import typed
 from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, RecordError
 from ddp_hydra.run_state import Best, Metrics, Summary
@@ -130,7 +130,8 @@ def remove_unused(run_dir: Path, output_subdir: str | None) -> None:
         if run_dir.resolve() == Path.cwd():
             return
         if [path.name for path in run_dir.iterdir()] == [of_hydra.name]:
-            if not {path.name for path in of_hydra.iterdir()} <= {"config.yaml", "hydra.yaml", "overrides.yaml"}:
+            known = {"config.yaml", "hydra.yaml", "overrides.yaml", Path(env_values.FILE).name}
+            if not {path.name for path in of_hydra.iterdir()} <= known:
                 return
             shutil.rmtree(of_hydra)
         run_dir.rmdir()  # the system refuses this for a folder that holds anything
@@ -167,6 +168,23 @@ def keep_project(run_dir: Path, packed: project.Project) -> None:
         if shared != own:
             with writing(target), replacing(target, durable=False) as part:
                 link_or_copy(source, part)
+
+
+def keep_environment(run_dir: Path, values: Mapping[str, Any]) -> None:
+    """Keep the values of a job's config that the environment has given; see `env_values`."""
+    if values or (run_dir / env_values.FILE).exists():
+        content = env_values.encoded(values)
+        if is_held(run_dir):
+            hold(run_dir, {env_values.FILE: content})
+        else:
+            write_atomic(prepared_path(run_dir, env_values.FILE), content, durable=False)
+
+
+def kept_environment(run: str) -> dict[str, Any]:
+    """Return what `keep_environment` has kept of a run; nothing where it can't be read."""
+    with contextlib.suppress(OSError, ConfigError):
+        return env_values.decoded(RunRef.named(run).read(env_values.FILE))
+    return {}
 
 
 def sweep_dir(run_dir: Path) -> Path | None:

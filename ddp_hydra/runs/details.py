@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from msgspec import to_builtins
 from msgspec.structs import asdict
 
-from ddp_hydra.config import project, redact, references
+from ddp_hydra.config import env_values, project, redact, references
 from ddp_hydra.config.hydra_compat import parse_override, typed_sources
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.run_dir import is_resumed
@@ -129,6 +129,12 @@ def between(*runs: RunFiles) -> dict[str, Any]:
     code = [row.project or ABSENT for row in rows]
     configs = [config(files) for files in runs]
     groups = [_groups(files) for files in runs]
+    # A value of the environment is compared where each run has kept it; else what was written is.
+    given = [env_values.decoded(files.read(env_values.FILE)) for files in runs]
+    for key in set(given[0]).intersection(*given[1:]):
+        for found, values in zip(configs, given, strict=True):
+            if found is not None and "${oc.env:" in str(found.get(key)):
+                found[key] = values[key]
     return {
         "runs": [row.run for row in rows],
         "status": [row.status for row in rows],
@@ -225,13 +231,16 @@ def reproduction(files: RunFiles) -> Reproduction:
     typed = [word for word in typed if not _resumes(word, str(folder or ""), [files.place, str(run_dir)])]
     code_then = row(files).project
     code_now = project.pack(*project.layers()).sha256
+    # A sweep that its config makes, and not -m, must not begin again with one of its jobs.
+    is_of_sweep = hydra.get("mode") == "MULTIRUN" or any(word.startswith("resume=") for word in typed)
+    words = [*typed_sources(hydra), *typed, *["hydra.mode=RUN"] * is_of_sweep]
     return Reproduction(
-        words=[*typed_sources(hydra), *typed],
+        words=words,
         folder=folder if isinstance(folder, str) else "",
         code_then=code_then,
         code_now=code_now,
         kept="" if code_then == code_now else kept_code(files, code_then),
-        hidden=[word.partition("=")[0] for word in typed if redact.HIDDEN in word],
+        hidden=[word.partition("=")[0] for word in words if redact.HIDDEN in word],
         problem=problem,
     )
 

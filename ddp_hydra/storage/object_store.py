@@ -7,6 +7,7 @@ it and sends what it read through a socket.
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import os
 import pickle
@@ -18,6 +19,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -249,12 +251,14 @@ class ObjectStore(Store):
 
     def _get(self, client: Any, key: str, size: int | None) -> Any:
         content = client.get(key).bytes()
-        if size is None or len(content) == size:
-            return content
+        if size is not None and len(content) != size:
+            self._check_changed(client, key, content, size)
+        return content
+
+    def _check_changed(self, client: Any, key: str, content: Any, size: int) -> None:
         is_document = bytes(content[:1]) in (b"", b"<")  # an error document, sent with the status of a success
         if is_document or self._size(client, key) != len(content):
             raise self._wrong_body(key, len(content), size)
-        return content
 
     def _pieces(self, client: Any, key: str) -> Iterable[Any]:
         return cast(Iterable[Any], client.get(key).stream(min_chunk_size=_STREAMED_BYTES))
@@ -336,6 +340,8 @@ class ObjectStore(Store):
 class WebServer(ObjectStore):
     """Reads the files of a web server; see `Store`. Its folders can't be listed.
 
+    What comes with `Content-Encoding: gzip` is decoded. Such a file has the size of its content, and no parts.
+
     Args:
         url: scheme and host, e.g. "https://example.org"; a query is sent with each request, as signed URLs need it.
         retrying: arguments of `Store`.
@@ -354,27 +360,36 @@ class WebServer(ObjectStore):
     folders = objects
 
     def _get(self, client: Any, key: str, size: int | None) -> Any:
+        content = self._whole(client, key)
+        if size is not None and len(content) != size:
+            self._check_changed(client, key, content, size)
+        return content
+
+    def _whole(self, client: Any, key: str) -> Any:
         try:
-            return super()._get(client, key, size)
+            answer = client.get(key)
         except Exception as error:
             if not _lacks_length(error):
                 raise
-        content = self._download(key)
-        if size is not None and size != len(content):
-            raise self._wrong_body(key, len(content), size)
-        return content
+            return self._download(key)
+        return _decoded(answer.bytes()) if _is_encoded(key, answer.attributes) else answer.bytes()
 
     def _pieces(self, client: Any, key: str) -> Iterable[Any]:
         try:
-            return super()._pieces(client, key)
+            answer = client.get(key)
         except Exception as error:
             if not _lacks_length(error):
                 raise
-        return [self._download(key)]
+            return [self._download(key)]
+        if _is_encoded(key, answer.attributes):
+            return [_decoded(answer.bytes())]
+        return cast(Iterable[Any], answer.stream(min_chunk_size=_STREAMED_BYTES))
 
     def _get_range(self, client: Any, key: str, start: int, end: int) -> Any:
         try:
-            return super()._get_range(client, key, start, end)
+            answer = client.get(key, options={"range": (start, end)})
+            if not _is_encoded(key, answer.attributes):
+                return answer.bytes()
         except Exception as error:
             if not _lacks_length(error):
                 raise
@@ -382,17 +397,21 @@ class WebServer(ObjectStore):
 
     def _size(self, client: Any, key: str) -> int:
         try:
-            return super()._size(client, key)
+            return self._size_of(client, key, {"head": True})
         except Exception as error:
             if not _lacks_length(error) and not _has_status(error, "401", "403"):  # as of a URL that is signed for GET
                 raise
         try:
-            return int(client.get(key, options={"range": (0, 1)}).meta["size"])
+            return self._size_of(client, key, {"range": (0, 1)})
         except Exception as error:
             is_whole = isinstance(self._explain(error, key), RangesIgnoredError) or _has_status(error, "416")
             if not is_whole and not _lacks_length(error):
                 raise
         return len(self._download(key))
+
+    def _size_of(self, client: Any, key: str, options: dict[str, Any]) -> int:
+        answer = client.get(key, options=options)
+        return len(self._whole(client, key)) if _is_encoded(key, answer.attributes) else int(answer.meta["size"])
 
     def _download(self, key: str) -> bytes:
         parts = urlsplit(self.url)
@@ -426,6 +445,20 @@ def _has_status(error: Exception, *statuses: str) -> bool:
     return any(f"status code: {status}" in str(error) for status in statuses)
 
 
+def _is_encoded(key: str, headers: Any) -> bool:
+    """Return whether what a server sends is the gzip of a file; of an archive it may only mean the file itself."""
+    return "gzip" in headers.get("Content-Encoding", "").lower() and not key.lower().endswith((".gz", ".tgz"))
+
+
+def _decoded(content: Any) -> bytes:
+    if bytes(content[:2]) != b"\x1f\x8b":  # it is not what the server says
+        return bytes(content)
+    try:
+        return gzip.decompress(content)
+    except (EOFError, OSError, zlib.error) as error:
+        raise TemporaryError(f"a file that the server sends with Content-Encoding: gzip is damaged ({error})") from None
+
+
 def is_here(url: str) -> bool:
     """Return whether the host of a URL is this machine."""
     host = urlsplit(url).hostname or ""
@@ -441,7 +474,8 @@ def download(url: str, timeout_s: float) -> bytes:
     opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here(url) else []))
     try:
         with opener.open(url, timeout=timeout_s) as response:
-            return response.read()
+            content: bytes = response.read()
+            return _decoded(content) if _is_encoded(urlsplit(url).path, response.headers) else content
     except urllib.error.HTTPError as error:
         with error:
             raise _error(bare_url(url), str(error.code), "") from None

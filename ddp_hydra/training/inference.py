@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -59,6 +60,7 @@ class Inference:
 @contextmanager
 def opened(job: Mapping[str, Any], checkpoint: str, world: World) -> Iterator[Inference]:
     # A collective.
+    os.environ.update(job["environment"])
     fault_injection.activate(job["faults"])
     heartbeat.at("start", 0)
     content = sharded_checkpoint.send(lambda: load_run.needed(read(Path(checkpoint), whole=False)), world)

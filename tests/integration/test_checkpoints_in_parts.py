@@ -153,7 +153,7 @@ def test_a_save_in_parts_waits_for_space_on_any_rank(client2, train, in_parts, r
 
 
 def evaluated(client: Any, project: Path, checkpoint: Path, ranks: int) -> dict[str, Any]:
-    job = {"split": "val", "overrides": [], "groups": [], "trust": True, "faults": []}
+    job = {"split": "val", "overrides": [], "groups": [], "trust": True, "faults": [], "environment": {}}
     gang = Gang(client, ranks=ranks, threads=1, project=pack(project), files={"checkpoint": checkpoint})
     return gang.run("ddp_hydra.training.inference:evaluate", job)[0]["metrics"]
 

@@ -38,6 +38,14 @@ USAGE = "ddp-hydra show run=<run directory> [n=50] [yes=true]"
         (["run="], r"^run=<run directory> is missing"),
         (["runs=a"], r"is missing: did you mean run\? Type ddp-hydra show --help"),
         (["run=a", "n=many"], r"^n=many: give a whole number"),
+        (
+            ["--config-dir", "ext"],
+            r"^--config-dir: leave it out: .*training, and a command.*the run's own",
+        ),
+        (
+            ["run=a", "--cfg=job"],
+            r"^--cfg=job: leave it out: .*; the keys are run, out, n, yes; type ddp",
+        ),
         (["run=a", "yes=2x"], r"^yes=2x: give true or false"),
         (["run=a", "out"], r"^'out' is not key=value: the keys are run, out, n, yes"),
         (

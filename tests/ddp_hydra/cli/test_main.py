@@ -118,6 +118,16 @@ def test_a_word_that_is_no_command_names_the_commands(monkeypatch, capsys):
     assert "'evaluates' is no command, nor key=value: did you mean evaluate? The" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["-m"], ["--config-dir=conf"], ["--cfg", "job"], ["seed=1"]])
+def test_a_command_that_does_not_come_first_is_told_so(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ddp-hydra", *words, "predict", "run=a"])
+    with pytest.raises(SystemExit):
+        main.entry()
+    said = capsys.readouterr().err
+    assert said.startswith("ddp_hydra: predict is a command, and a command comes first: type ddp-hydra predict …;")
+    assert "has the run's own configs" in said
+
+
 def test_the_version_is_ours(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ddp-hydra", "--version"])
     main.entry()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 
 import pytest
@@ -87,13 +88,14 @@ def test_a_group_that_is_chosen_for_a_package_is_one_of_its_own(run, tmp_path):
     (saved / "checkpoints").mkdir()
     found = typed.read_words([f"resume={saved}", "transform@data.val.transform=eval"])
     assert found[:3] == [words[0], words[1], words[4]]
-    assert len(found) == 5
+    assert len(found) == 6
     assert typed.read_words([f"resume={saved}", "data=digits", "optimizer=adam"])[:1] == [f"resume={saved}"]
 
 
 def test_a_checkpoint_is_found_from_its_own_folder(run, monkeypatch):
     monkeypatch.chdir(run / "checkpoints")
-    assert typed.read_words(["resume=last.pt"]) == [*typed.read_words([f"resume={run}"])[:-1], "resume=last.pt"]
+    *words, _, one = typed.read_words([f"resume={run}"])
+    assert typed.read_words(["resume=last.pt"]) == [*words, "resume=last.pt", one]
 
 
 @pytest.mark.parametrize(
@@ -162,16 +164,17 @@ def test_a_resumed_run_has_its_main_config_and_its_folders_of_configs(run, tmp_p
     (run / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": hydra_part(extra)}))
     name, folder, search = places(extra)
     again = [f"resume={run}", "cluster=inline"]
+    one = "hydra.mode=RUN"
     kept = ["experiment=digits", "optimizer.lr=0.1", "+model.extra=1"]
     assert typed.read_words(["-m", *again]) == [name, folder, "-m", *kept, search, *again]
-    assert typed.read_words([*again, "-cn", "config"]) == [folder, "-cn", "config", *kept, search, *again]
+    assert typed.read_words([*again, "-cn", "config"]) == [folder, "-cn", "config", *kept, search, *again, one]
     here = ["--config-dir=here", "hydra.searchpath=[]"]
-    assert typed.read_words([*again, *here]) == [name, here[0], *kept, *again, here[1]]
+    assert typed.read_words([*again, *here]) == [name, here[0], *kept, *again, here[1], one]
     extra.rmdir()
-    assert typed.read_words(again) == [name, *kept, search, *again], "the folder may not be needed"
+    assert typed.read_words(again) == [name, *kept, search, *again, one], "the folder may not be needed"
     said = f"resume={run}: the run was given --config-dir {extra}, which is not there: it goes on without; else type "
     assert said in capsys.readouterr().err
-    assert typed.read_words([*again, *here]) == [name, here[0], *kept, *again, here[1]]
+    assert typed.read_words([*again, *here]) == [name, here[0], *kept, *again, here[1], one]
 
 
 def test_a_sweep_that_goes_on_has_its_main_config_and_its_folders_of_configs(tmp_path, capsys):
@@ -208,9 +211,75 @@ def test_from_python_a_resumed_run_has_its_configs_too(tmp_path, monkeypatch):
     assert typed_sources(OmegaConf.to_container(found.hydra)) == [f"--config-dir={tmp_path}/extra"]
 
 
+def env_of(run, *overrides, **variables):
+    hydra = {"overrides": {"hydra": list(overrides)}, "job": {"env_set": variables}}
+    (run / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": hydra}))
+
+
+def test_a_resumed_run_has_its_variables_and_those_typed_now_win(run, capsys, monkeypatch):
+    again, words = f"resume={run}", ["+hydra.job.env_set={A: 4, TOKEN: ***}", "+hydra.job.env_set.B=x"]
+    env_of(run, *words, "hydra.run.dir=there", "hydra.mode=RUN")
+    kept = typed.read_words([again])
+    assert [word for word in kept if "env_set" in word] == ["+hydra.job.env_set.A=4", words[1]]
+    said = f"resume={run}: the run was given hydra.job.env_set.TOKEN, a secret, which is kept nowhere: it goes on"
+    assert f"{said} without; else set TOKEN=<value> in front of the command" in capsys.readouterr().err
+    for word, env in (
+        ("hydra.job.env_set={A: 5}", {"A": "5", "B": "x"}),
+        ("+hydra.job.env_set={A: 5, C: 6}", {"A": "5", "B": "x", "C": "6"}),
+        ("hydra.job.env_set.B=5", {"A": "4", "B": "5"}),
+        ("+hydra.job.env_set.B=5", {"A": "4", "B": "5"}),
+        ("~hydra.job.env_set.B", {"A": "4"}),
+    ):
+        composed = typed.compose([one for one in typed.read_words([again, word]) if "env_set" in one])
+        assert composed.hydra.job.env_set == env
+    capsys.readouterr()
+    typed.read_words([again, "+hydra.job.env_set={TOKEN: x}"])
+    monkeypatch.setenv("TOKEN", "mine")
+    typed.read_words([again])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_sweep_that_goes_on_has_its_variables(tmp_path):
+    word = "+hydra.job.env_set={A: 4}"
+    (tmp_path / "multirun.yaml").write_text(json.dumps({"hydra": hydra_part(tmp_path, word)}))
+    for more in ([], ["seed=3"]):
+        words = typed.read_words(["-m", f"hydra.sweep.dir={tmp_path}", *more])
+        assert words.count(word) == 1
+
+
+def test_the_variables_of_a_run_are_set_for_what_its_model_does(run, capsys, monkeypatch):
+    monkeypatch.setenv("A", "of the shell")
+    monkeypatch.setenv("PLACE", "here")
+    (run / ".hydra" / "config.yaml").write_text("seed: 7\n")
+    env_of(run, A="4", P="${oc.env:PLACE}/x", S="${seed}", TOKEN="***", N="${nowhere}")
+    with typed.environment_of(str(run)) as found:
+        assert found == {"A": "4", "P": "here/x", "S": "7"}
+        assert {name: os.environ[name] for name in found} == found
+    assert os.environ["A"] == "of the shell"
+    assert "P" not in os.environ
+    assert [line.partition(" hydra")[2][:14] for line in capsys.readouterr().err.splitlines()] == [
+        ".job.env_set.T",
+        ".job.env_set.N",
+    ]
+    (lone := run.parent / "lone.pt").touch()
+    for other in (lone, run.parent / "none", f"file://{run}/.."):
+        with typed.environment_of(str(other)) as found:
+            assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("more", "is_one"),
+    [([], True), (["seed=1"], True), (["-m"], False), (["hydra.mode=MULTIRUN"], False), (["experiment=x"], False)],
+)
+def test_a_resume_is_one_run_also_where_the_config_makes_sweeps(run, more, is_one):
+    assert ("hydra.mode=RUN" in typed.read_words([f"resume={run}", *more])) == is_one
+    assert "hydra.mode=RUN" not in typed.read_words(["resume=null", "seed=1"])
+
+
 @pytest.mark.parametrize("junk", [[], "x", {"config_sources": ["x", {}], "config_name": 1}])
 def test_a_damaged_config_says_nothing_of_where_configs_are(junk):
-    assert typed_sources({"job": junk, "runtime": junk}) == []
+    assert typed_sources({"job": junk, "runtime": junk, "overrides": junk}) == []
+    assert typed_sources({"overrides": {"hydra": junk}}) == []
 
 
 @pytest.fixture

@@ -8,7 +8,9 @@ import pytest
 
 from ddp_hydra.api import ComposedConfig
 from ddp_hydra.cli.inference import predict, prepared_inference
+from ddp_hydra.config import env_values
 from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.job.run_dir import keep_environment
 from ddp_hydra.writers.run_dir import is_locked, locked
 
 
@@ -35,6 +37,22 @@ def test_a_group_is_found_in_the_folder_of_configs_that_the_run_was_given(tmp_pa
     monkeypatch.chdir(other)
     found = prepared_inference("../run", Path("last.pt"), "val", ["data=mine", "+data.val.n=3"])
     assert found.groups["data"]["val"] == {"_target_": "data.mine.Photos", "n": 3}
+
+
+def test_values_that_the_environment_gives_otherwise_are_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SCALE", "4")
+    word = "+data.val.scale='${oc.decode:${oc.env:SCALE}}'"
+    job = ComposedConfig([word, "hydra.run.dir=run"])
+    job.save()
+    keep_environment(tmp_path / "run", env_values.values_of(job.cfg))
+    prepared_inference("run", Path("last.pt"), "val", [])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("SCALE", "2.5")
+    prepared_inference("run", Path("last.pt"), "val", [])
+    assert capsys.readouterr().err == "ddp_hydra: data.val.scale 4 -> 2.5: the environment is not the run's\n"
+    prepared_inference("run", Path("last.pt"), "val", ["data.val.scale=4"])
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("word", ["hydra.run.dir=mine", "hydra/job_logging=none"])

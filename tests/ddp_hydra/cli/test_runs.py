@@ -213,7 +213,8 @@ def test_a_run_that_was_resumed_in_its_own_folder_is_repeated_from_its_beginning
     others = ["resume=o/h10", "resume=s3://bucket/o/h1", "resume=null"]
     (saved / "overrides.yaml").write_text(json.dumps(["seed=1", *own, *others, "trainer.epochs=4"]))
     runs.main(["reproduce", "outputs/a"])
-    assert capsys.readouterr().out == f"ddp-hydra seed=1 {' '.join(others)} trainer.epochs=4\n"
+    one = "hydra.mode=RUN"  # what is resumed may be a job of a sweep
+    assert capsys.readouterr().out == f"ddp-hydra seed=1 {' '.join(others)} trainer.epochs=4 {one}\n"
 
 
 def test_a_run_is_repeated_with_the_code_that_it_has_kept(three, tmp_path, monkeypatch, capsys):

@@ -167,3 +167,21 @@ def test_a_key_of_the_run_is_left_out():
 def test_an_empty_group_is_as_good_as_none():
     assert checkpoint_config.changes({"mix": {}, "seed": 1}, {"seed": 1}) == []
     assert checkpoint_config.changes({"mix": {"alpha": 1}}, {"mix": {}}) == ["mix.alpha 1 -> (missing)"]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("+data.val.n=13", r"\+data\.val\.n=13: data\.val is \$\{data\.one\}, so .*: type \+data\.one\.n=13$"),
+        ("data.val.a.b=13", r"type data\.one\.a\.b=13$"),
+        ("data.sets.b.val.n=1", r"data\.sets\.b is \$\{data\.two\}, .*: type \+data\.two\.val\.n=1$"),
+        ("data.train.n=1", r"data\.train is \$\{oc\.select:.*: type all of it, \+data\.train=\{_target_: …, …\}$"),
+    ],
+)
+def test_a_key_of_a_node_that_is_an_interpolation_is_one_of_the_other_node(word, said):
+    data = {"one": {"a": {"b": 1}}, "two": {"val": "${data.one}"}, "sets": {"b": "${data.two}"}, "val": "${.one}"}
+    kept = {"data": {**data, "train": "${oc.select:data.none,null}"}}
+    with pytest.raises(ConfigError, match=said):
+        checkpoint_config.changed(kept, [word])
+    assert checkpoint_config.changed(kept, ["+data.val={n: 3}", "data.val.n=4"]).data.val == {"n": 4}
+    assert checkpoint_config.changed(kept, ["+data.val._target_=a.B", "+data.val.n=4"]).data.val.n == 4

@@ -39,6 +39,9 @@ def test_a_key_that_no_schema_has_is_refused(key, value, said):
 @pytest.mark.medium
 def test_a_data_set_may_be_the_interpolation_of_another_one():
     unknown_keys.check(changed({"data.val": "${data.train}"}))
+    OmegaConf.update(cfg := changed({"data.val": "${data.train}"}), "data.val.n", 3, force_add=True)
+    with pytest.raises(ConfigError, match=r"^data\.val=\{'n': 3\}: a _target_ is missing: give data\.val\._target_="):
+        unknown_keys.check(cfg)
     with pytest.raises(ConfigError, match=r"^data\.val=\$\{name\}: a _target_ is missing"):
         unknown_keys.check(changed({"name": "data.a.B", "data.val": "${name}"}))
 

@@ -99,6 +99,28 @@ class WithoutTotal(Ranges):
     total = False
 
 
+class Encoded(Ranges):
+    """Sends what is stored as gzip, and says so, asked or not."""
+
+    def end_headers(self) -> None:
+        self.send_header("Content-Encoding", "gzip")
+        super().end_headers()
+
+    def send_head(self):
+        path = Path(self.translate_path(self.path))
+        if path.is_file() and (content := path.read_bytes())[:2] != b"\x1f\x8b":
+            path.write_bytes(gzip.compress(content))
+        return super().send_head()
+
+
+class EncodedForGet(Encoded):
+    do_HEAD = SignedForGet.do_HEAD  # noqa: N815
+
+
+class EncodedUntilClosed(Encoded, UntilClosed):
+    pass
+
+
 class NotForYou(SignedForGet):
     do_GET = SignedForGet.do_HEAD  # noqa: N815
 
@@ -127,7 +149,10 @@ def serving(kind, folder):
             thread.join()
 
 
-@pytest.fixture(params=[Quiet, Chunked, UntilClosed, SignedForGet, WithoutTotal], ids=lambda kind: kind.__name__)
+KINDS = [Quiet, Chunked, UntilClosed, SignedForGet, WithoutTotal, Encoded, EncodedForGet, EncodedUntilClosed]
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
 def url(request, tmp_path):
     (tmp_path / "a b#ü.bin").write_bytes(CONTENT)
     (tmp_path / "empty").touch()
@@ -210,6 +235,16 @@ def test_shards_are_read_also_in_a_fork(url, tmp_path):
     assert told.get() == [b"0", b"1", b"2"]
     process.join()
     data.close()
+
+
+def test_an_archive_that_is_sent_as_encoded_is_the_archive(tmp_path):
+    (tmp_path / "rows.csv.gz").write_bytes(content := gzip.compress(b"path,label\n1.png,0\n"))
+    (tmp_path / "rows.csv").write_bytes(content[:-4])
+    with serving(Encoded, tmp_path) as url:
+        store = WebServer(url, retry_timeout_s=0)
+        assert (store.size("rows.csv.gz"), bytes(store.get("rows.csv.gz"))) == (len(content), content)
+        with pytest.raises(ConnectionError, match=r"Content-Encoding: gzip is damaged"):
+            store.get("rows.csv")
 
 
 def test_names_of_this_machine_are_known():

@@ -1,0 +1,49 @@
+"""Which values of the environment are kept beside a config: no secret ever is."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from ddp_hydra.config import env_values
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "kept"),
+    [
+        ("data.scale", "${oc.decode:${oc.env:VALUE}}", 4),
+        ("data.scale", "${oc.decode:${oc.env:NOT_SET, 1.5}}", 1.5),
+        ("data.folder", "${oc.env:PLACE}/.", "/tmp/."),
+        ("data.folder", "${oc.env:PLACE}/not there", None),
+        ("data.name", "${oc.env:PLAIN}", None),
+        ("data.password", "${oc.decode:${oc.env:VALUE}}", None),
+        ("secret.value", "${oc.decode:${oc.env:VALUE}}", None),
+        ("data.scale", "${oc.decode:${oc.env:API_TOKEN}}", None),
+        ("data.scale", "${oc.decode:${oc.env:${data.which}}}", None),
+        ("data.scale", "${oc.env:NOT_SET}", None),
+        ("data.folder", "${oc.env:PLACE}/${data.other}", None),
+        ("cluster.port", "${oc.decode:${oc.env:VALUE}}", None),
+        ("data.scale", 4, None),
+    ],
+)
+def test_only_what_is_surely_no_secret_is_kept(key, text, kept, monkeypatch):
+    for name, value in {"VALUE": "4", "PLACE": "/tmp", "PLAIN": "hunter2", "API_TOKEN": "12"}.items():
+        monkeypatch.setenv(name, value)
+    cfg = OmegaConf.create({"data": {"which": "VALUE", "other": "."}})
+    OmegaConf.update(cfg, key, text)
+    assert env_values.values_of(cfg) == ({} if kept is None else {key: kept})
+    OmegaConf.update(cfg, "model.sizes", [1, {"x": text}])
+    found = env_values.values_of(cfg)
+    assert env_values.decoded(env_values.encoded(found)) == found
+
+
+def test_a_value_that_is_another_one_is_told_as_it_is_typed():
+    assert env_values.changes({"a": 4, "b": True, "c": 1, "old": 1}, {"a": 2.0, "b": False, "c": 1, "new": 2}) == [
+        "a 4 -> 2.0",
+        "b true -> false",
+    ]
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"a: [", b"\xff", b"!!python/object:os.x {}"])
+def test_a_damaged_file_says_nothing(content):
+    assert env_values.decoded(content) == {}
