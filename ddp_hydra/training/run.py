@@ -328,7 +328,8 @@ class TrainingRun:
     def synchronise(self) -> None:
         # A collective.
         if self.ema is not None and not self.ema.decay:
-            with optimizers.eval_weights([update.optimizer for update in self.updates.values()]):
+            given, key = [update.optimizer for update in self.updates.values()], (self.cfg.seed, self.step)
+            with seeded(*key, len(given), _OF_AN_UPDATE, self.parallel.share), optimizers.eval_weights(given):
                 self.ema.take(self.model)
         for name, update in self.updates.items():
             averages = [self.task.part(self.ema.model, name) if name else self.ema.model] if self.ema else []

@@ -180,9 +180,14 @@ class TrainingState:
             }
             for name, optimizer in each(self.optimizer):
                 needed = needed_settings(optimizer)
+                unsaved = [
+                    {key: group[key] for key in optimizer.defaults.keys() & group.keys() - needed}
+                    for group in optimizer.param_groups
+                ]
                 numbered = by_numbers(optimizer, names, saved[name] if name else saved)
                 load_slots(optimizer, self.parallel.shard_slots(optimizer, numbered), retyped)
-                for group in optimizer.param_groups:
+                for group, settings in zip(optimizer.param_groups, unsaved, strict=False):
+                    group.update(settings)  # as it was built
                     if missing := needed - group.keys():
                         raise ValueError(f"it has no {', '.join(sorted(missing))}")
             self.scheduler.load_state_dict(content["scheduler"])

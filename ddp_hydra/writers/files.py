@@ -402,6 +402,7 @@ class JsonLinesWriter:
         self._unfinished: list[bytes] = []  # rank 0's lines of the step `begun`, which may still get a validation
         self._again: set[str] = set()  # what it has logged of this step since
         self._logged: set[tuple[int, int, str, bool]] = set()  # by attempt and rank; whether of a step after 0
+        self._last: dict[tuple[int, str], int] | None = None  # the last step of each rank's metrics
 
     def write(self, record: Record) -> None:
         if record.attempt < self._attempt:
@@ -437,6 +438,8 @@ class JsonLinesWriter:
                 self._remove(record, {name for *_, name, _ in logged - self._logged})
             self._file.append(_encoded(line))
         self._logged |= logged
+        if self._last is not None:
+            _note(self._last, line)
 
     def _cut(self, record: Record, is_outdated: Callable[[dict[str, Any]], bool]) -> None:
         """Remove outdated lines after a record's step, and the incomplete line of a process that was killed."""
@@ -455,6 +458,14 @@ class JsonLinesWriter:
     def _remove(self, record: Record, names: Set[str]) -> None:
         """Remove what earlier attempts have logged of metrics from a record's step on."""
         step = record.step or 0
+        if self._last is None:
+            self._last = {}
+            with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 8 * _PIECE))
+                for line in map(json_object, file):
+                    _note(self._last, line)
+        if all(self._last.get((record.rank, name), -1) < step for name in names):
+            return
 
         def rest(content: bytes) -> bytes:
             line = json_object(content)
@@ -526,6 +537,14 @@ def names_logged(run_dir: Path) -> tuple[dict[int, set[str]], int]:
             if isinstance(step := line.get("step"), int) and not line.get("rank"):
                 found.setdefault(step, set()).update(map(metric_of_line, line.keys() - FIELDS))
     return found, unread
+
+
+def _note(last: dict[tuple[int, str], int], line: dict[str, Any]) -> None:
+    """Note the step of a line for each of its metrics, if it is their last one."""
+    if isinstance(step := line.get("step"), int):
+        for name in line.keys() - FIELDS:
+            key = line.get("rank", 0), name
+            last[key] = max(step, last.get(key, step))
 
 
 def _encoded(line: dict[str, Any]) -> bytes:

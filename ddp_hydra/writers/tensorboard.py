@@ -78,8 +78,8 @@ def _checksum(content: bytes) -> bytes:
 _COSTS = ("data_wait", "mfu", "peak_memory", "samples_per_s", "slowest_rank", "tokens_per_s")
 _COUNTS = ("data/bad_samples", "data/cache_hits", "data/retries")
 _OF_ANY_RANK = (Text, Image, Histogram, RolledBack)
-AHEAD = 256
-"""The most points that are kept to be written again."""
+AHEAD_BYTES = 2**22
+"""The most bytes of points that are kept to be written again."""
 _CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 
 
@@ -137,7 +137,9 @@ class TensorBoardWriter:
         self._attempt = 0
         self._restart: Restart | None = None
         self._rollbacks = Counter[int]()  # of each rank
-        self._ahead = deque[Event](maxlen=AHEAD)  # points that the next drop is not meant for
+        self._newest = 0  # the attempt that was heard last
+        self._ahead = deque[tuple[int, bytes]]()  # points that the next drop is not meant for, by step
+        self._dropped = 0  # the step from which on the newest rollback has dropped
         earlier = path.parent.glob("events.out.tfevents.*")  # the job runs again, or continues, in its old folder
         self._has_points = any(events.suffix != ".hparams" for events in earlier)
 
@@ -145,6 +147,11 @@ class TensorBoardWriter:
         data, rank = record.data, record.rank
         if record.attempt < self._attempt or (rank != 0 and not isinstance(data, _OF_ANY_RANK)):
             return
+        if record.attempt > self._newest:
+            self._end_restart()
+            self._newest = record.attempt
+        if self._rollbacks[rank] < self._rollbacks[0] and (record.step or 0) >= self._dropped:
+            return  # of a step that this rank will do again
         match data:
             case Start() | RolledBack():
                 self._begin(record)
@@ -163,14 +170,17 @@ class TensorBoardWriter:
         event = Event(wall_time=record.time_s, step=record.step or 0, summary=value)
         self._append(event)
         if self._restart or record.attempt > self._attempt or self._rollbacks[rank] > self._rollbacks[0]:
-            self._ahead.append(event)
+            self._ahead.append((event.step, encoded(event)))
+            while sum(len(content) for _, content in self._ahead) > AHEAD_BYTES:
+                self._ahead.popleft()
 
     def _begin(self, record: Record) -> None:
         """Have the points of earlier attempts dropped that are logged again."""
         step, is_rollback = record.step or 0, isinstance(record.data, RolledBack)
         if record.rank == 0:
             # A run that starts from step 0 logs again what it logs before its first step.
-            self._drop(step + (is_rollback or step > 0), record.time_s)
+            self._dropped = step + (is_rollback or step > 0)
+            self._drop(self._dropped, record.time_s)
         if not is_rollback:
             self._attempt, self._restart, self._rollbacks = record.attempt, None, Counter()
         self._rollbacks[record.rank] += is_rollback
@@ -190,15 +200,26 @@ class TensorBoardWriter:
             self._restart = None
             self._ahead.clear()
 
+    def _end_restart(self) -> None:
+        """Drop what an attempt that has ended had begun to log again."""
+        first = None if self._restart is None else self._restart.first(set(), self._restart.furthest + 1)
+        if first is not None:
+            self._drop(first, time.time())
+        self._restart = None
+        self._ahead.clear()
+
     def _drop(self, first: int, time_s: float) -> None:
         """Have all points dropped from a step on, and write again those that were ahead."""
         if self._has_points or not self._empty:
-            again = [event for event in self._ahead if event.step >= first]
-            self._append(Event(wall_time=time_s, step=first, session_log=SessionLog(status=SessionLog.START)), *again)
+            again = b"".join(content for step, content in self._ahead if step >= first)
+            self._append(Event(wall_time=time_s, step=first, session_log=SessionLog(status=SessionLog.START)), again)
         self._ahead.clear()
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._end_restart()
+        finally:
+            self._file.close()
         with contextlib.suppress(OSError):
             self._file.path.parent.rmdir()  # nothing was written
 
@@ -213,13 +234,13 @@ class TensorBoardWriter:
         shown = {_tag(name): value for name, value in values.items() if name not in _COUNTS or name in self._seen}
         return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in shown.items()])
 
-    def _append(self, *events: Event) -> None:
+    def _append(self, event: Event, more: bytes = b"") -> None:
         first: list[Event] = []
         if self._empty:
-            first = [Event(wall_time=events[0].wall_time, file_version="brain.Event:2")]
+            first = [Event(wall_time=event.wall_time, file_version="brain.Event:2")]
             if not self._has_points:  # TensorBoard's slow loader drops nothing by the first one
-                first += [Event(wall_time=events[0].wall_time, session_log=SessionLog(status=SessionLog.START))]
-        self._file.append(b"".join(map(encoded, (*first, *events))))
+                first += [Event(wall_time=event.wall_time, session_log=SessionLog(status=SessionLog.START))]
+        self._file.append(b"".join(map(encoded, (*first, event))) + more)
         self._empty = False
 
 

@@ -373,7 +373,11 @@ def load_copied(model: nn.Module, state: Mapping[str, Any]) -> None:
         raise RuntimeError(f"it lacks {missing[:3]}, and has {unexpected[:3]}, which the model lacks")
 
 
-WITH_EVAL = "an optimizer with eval() and train()"
+def _needs_average(decay: float) -> tuple[str, str]:
+    # What needs an average, and what to type to be without one.
+    if decay:
+        return "trainer.ema_decay", "trainer.ema_decay=null"
+    return "an optimizer with eval() and train()", "optimizer=adamw"
 
 
 class Ema:
@@ -422,7 +426,7 @@ class Ema:
                 for old, new in zip(averaged, current, strict=True):  # an infinite value has no average
                     old.copy_(torch.where(old.isfinite(), torch.lerp(old, new, weight), new))
         for name, module in self.with_extra_state:
-            module.set_extra_state(copy.deepcopy(_module(model, name).get_extra_state()))
+            module.set_extra_state(copy.deepcopy(self._module(model, name).get_extra_state()))
         self.steps += 1
 
     def _by_type(self, model: nn.Module) -> dict[tuple[torch.dtype, str], tuple[list[Tensor], list[Tensor]]]:
@@ -440,7 +444,7 @@ class Ema:
             self._take_buffers(model)
             averaged = list(_tensors(self.model))
             if [name for name, *_ in averaged] != [name for name, *_ in current]:
-                raise _other_modules(model)
+                raise self._other_modules(model)
         return zip(averaged, current, strict=True)
 
     def _take_buffers(self, model: nn.Module) -> None:
@@ -449,7 +453,7 @@ class Ema:
         taken: dict[int, Tensor] = {}  # of the average, by the id of the model's
         held: set[int] = set()
         for name, module in model.named_modules():
-            own = _module(self.model, name)
+            own = self._module(self.model, name)
             for key, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in taken:
                     old = own._buffers.get(key)
@@ -475,6 +479,19 @@ class Ema:
         load_copied(self.model, state["model"])  # type: ignore[arg-type]
         self.steps = int(state["steps"])  # type: ignore[call-overload]
 
+    def _module(self, model: nn.Module, name: str) -> nn.Module:
+        try:
+            return model.get_submodule(name)
+        except AttributeError:
+            raise self._other_modules(model) from None
+
+    def _other_modules(self, model: nn.Module) -> ConfigError:
+        needs, without = _needs_average(self.decay)
+        return ConfigError(
+            f"{needs} averages the weights that {type(model).__name__} was built with, and it has other modules or "
+            f"parameters now: build all of them in __init__, or give {without}"
+        )
+
 
 def _copied(model: nn.Module, decay: float) -> nn.Module:
     # A tensor that a layer has computed is no leaf, as in torch's first `weight_norm`, and can't copy itself.
@@ -484,7 +501,7 @@ def _copied(model: nn.Module, decay: float) -> nn.Module:
         return copy.deepcopy(model, computed)
     except Exception as error:  # a lock, an open file
         reason = " ".join(str(error).split())
-        needs, without = ("trainer.ema_decay", "trainer.ema_decay=null") if decay else (WITH_EVAL, "optimizer=adamw")
+        needs, without = _needs_average(decay)
         raise ConfigError(
             f"{needs} needs a copy of the model, and {type(model).__name__} can't be copied "
             f"({type(error).__name__}: {reason:.160}): give {without}"
@@ -510,17 +527,3 @@ def _are_alike(averaged: Sequence[Named], current: Sequence[Named]) -> bool:
 
 def _is_like(old: Tensor, new: Tensor) -> bool:
     return old.dtype == new.dtype and old.layout == new.layout and old.is_same_size(new)
-
-
-def _module(model: nn.Module, name: str) -> nn.Module:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        raise _other_modules(model) from None
-
-
-def _other_modules(model: nn.Module) -> ConfigError:
-    return ConfigError(
-        f"trainer.ema_decay averages the weights that {type(model).__name__} was built with, and it has other modules "
-        "or parameters now: build all of them in __init__, or give trainer.ema_decay=null"
-    )

@@ -10,9 +10,9 @@ import pytest
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddp_hydra.record import Metrics, Record, Text
+from ddp_hydra.record import Metrics, Record, RolledBack, Start, Text
 from ddp_hydra.writers.files import JsonLinesWriter
-from ddp_hydra.writers.tensorboard import TensorBoardWriter
+from ddp_hydra.writers.tensorboard import AHEAD_BYTES, TensorBoardWriter
 
 Logged = tuple[int, int, tuple[str, ...]]
 
@@ -73,6 +73,17 @@ def expected(*attempts: list[Logged]) -> list[tuple[int, str, int, float]]:
                     curves[key] = points = {other: value for other, value in points.items() if other < step}
                 points[step] = float(number)
     return [(*key, step, value) for key, points in curves.items() for step, value in points.items()]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the process goes on", "another call"])
+@pytest.mark.parametrize(
+    ("attempts", "last"),
+    [([(1, 10), (6, 6), (7, 7), (8, 12)], 12), ([(1, 5), (6, 6), (6, 9)], 9), ([(1, 5), (1, 1), (2, 3)], 3)],
+)
+def test_attempts_that_log_one_step_only_leave_each_step_once(write, attempts, last, again):
+    found, points = write(*(curve(first, end, "loss") for first, end in attempts), again=again)
+    assert once(step for _, _, step, _ in found) == list(range(1, last + 1))
+    assert once(step for step, _ in points["loss"]) == list(range(1, last + 1))
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["the process goes on", "another call"])
@@ -149,3 +160,37 @@ def test_what_a_faster_rank_shows_of_a_new_attempt_stays(tmp_path):
     events.Reload()
     for tag in ("note/rank-1", "loss"):
         assert [event.step for event in events.Tensors(tag)] == list(range(1, 9))
+
+
+def test_what_an_attempt_has_shown_that_did_not_begin_is_not_shown_again(tmp_path):
+    writer = TensorBoardWriter(tmp_path)
+    for attempt, begin, steps in ((0, 0, range(1, 7)), (1, None, range(4, 6)), (2, 3, range(4, 9))):
+        if begin is not None:
+            writer.write(Record(Start(), 0, begin, 1.0, attempt))
+        for step in steps:
+            writer.write(Record(Text(name="note", text=str(attempt)), 1, step, 1.0, attempt))
+    writer.close()
+    events = plugin_event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Tensors("note/rank-1")] == list(range(1, 9))
+
+
+def test_few_bytes_are_kept_to_be_shown_again(tmp_path):
+    writer = TensorBoardWriter(tmp_path)
+    writer.write(Record(Start(), 0, 0))
+    writer.write(Record(RolledBack(), 1, 0))
+    for step in range(100):
+        writer.write(Record(Text(name="note", text="x" * 2**17), 1, step))
+    assert sum(len(content) for _, content in writer._ahead) <= AHEAD_BYTES
+    writer.close()
+
+
+def test_a_new_name_in_each_record_reads_the_end_of_the_file_once(tmp_path, monkeypatch):
+    reads = []
+    monkeypatch.setattr(JsonLinesWriter, "_end", lambda self, last: reads.append(last) or (0, []))
+    for attempt in (0, 1):
+        writer = JsonLinesWriter(tmp_path)
+        for step in range(1, 20):
+            writer.write(Record(Metrics({f"{attempt}-{step}": 1.0}), 0, step, 1.0, attempt))
+        writer.close()
+    assert reads == []

@@ -109,6 +109,8 @@ def test_texts_of_a_rank_that_rolls_back_before_another_one_stay(tmp_path, metri
         writer.write(metrics_record(step, loss=step))
         if step % 4 == 0:
             for rank in (first, 1 - first):
+                if rank:
+                    writer.write(Record(Text(name="nonfinite", text="late"), rank, step - 1))
                 writer.write(Record(RolledBack(), rank, step - 2))
                 writer.write(Record(Text(name="nonfinite", text="a sample"), rank, step - 1))
             writer.write(metrics_record(step - 1, loss=-step))
