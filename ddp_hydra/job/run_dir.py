@@ -255,8 +255,9 @@ def measured_until(run_dir: Path, step: int, known: Sequence[Measured]) -> Measu
     before = next((found.metrics for found in known if found.steps is not None and found.steps < step), {})
     steps = readable_steps(run_dir / FOLDER).values()
     entry = next((entry for entry in steps if entry.step == step), None)
-    metrics = {**before, **_metrics_of(entry), **last_metrics(run_dir, step)}
-    return Measured(step, entry.samples if entry else None, metrics)
+    metrics = {**before, **last_metrics(run_dir, step), **_metrics_of(entry)}  # means over an epoch win over a line's
+    samples = entry.samples if entry else None
+    return Measured(step, None if samples is None else int(samples), metrics)
 
 
 def metrics_by_step(resume: str) -> dict[int, dict[str, float | None]]:

@@ -300,6 +300,7 @@ class JobStatus:
             return True
         if isinstance(data, Up):  # an attempt of a user's function, which sends no start record
             now.attempt, now.step = record.attempt, None
+            now.metrics, self.metrics, self.epoch_means = self.content().metrics, {}, {}
             return True
         if isinstance(data, Start):
             self.start, self.metrics, self.epoch_means = record, {}, {}

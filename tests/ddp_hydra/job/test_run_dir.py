@@ -310,10 +310,11 @@ def test_what_was_measured_until_a_step_comes_from_the_newest_place_that_knows_i
     )
     before = run_dir.Measured(10, 80, {"val/loss": 0.9, "rare": 4.0})
     lost = run_dir.Measured(25, 200, {"val/loss": 9.0, "only later": 1.0})
-    logged = {"train/loss": 2.0, "step": 5.0, "val/loss": None, "late": 3.0}
+    saved = {"val/loss": 0.5, "val/f1": 0.6, "lr": 0.1}  # means over an epoch, where a line has those of its last steps
+    logged = {"train/loss": 2.0, "step": 5.0, "late": 3.0, **saved}
     found = run_dir.measured_until(tmp_path, 20, [lost, before])
-    assert found == run_dir.Measured(20, 160, {"rare": 4.0, "val/f1": 0.6, "lr": 0.1, **logged})
-    assert run_dir.measured_until(tmp_path, 20, [lost]).metrics == {"val/f1": 0.6, "lr": 0.1, **logged}
+    assert found == run_dir.Measured(20, 160, {"rare": 4.0, **logged})
+    assert run_dir.measured_until(tmp_path, 20, [lost]).metrics == logged
     assert run_dir.measured_until(tmp_path, 25, [lost, before]) is lost
     assert run_dir.measured_until(tmp_path / "none", 20, [lost]) == run_dir.Measured(20)
 

@@ -106,22 +106,37 @@ def test_each_share_of_a_parameter_has_draws_of_its_own_and_replicas_of_it_have_
 
 
 class Saving(torch.optim.SGD):
-    """Leaves settings out of its state_dict, as heavyball's do."""
+    """Leaves settings out of its state_dict, as heavyball's do, and needs one of them."""
 
-    def __init__(self, params: Any, lr: float) -> None:
+    def __init__(self, params: Any, lr: float, scale: float = 1.0) -> None:
         super().__init__(params, lr=lr, momentum=0.9)
-        self.defaults["kind"] = Saving
+        self.defaults.update(kind=Saving, scale=scale)
         for group in self.param_groups:
-            group["kind"] = Saving
+            group.update(kind=Saving, scale=scale)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("scale", 1.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(group["scale"])
+        super().step()
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        groups = [{key: value for key, value in group.items() if key != "kind"} for group in state["param_groups"]]
+        groups = [
+            {key: value for key, value in group.items() if key not in ("kind", "scale")}
+            for group in state["param_groups"]
+        ]
         return {**state, "param_groups": groups}
 
 
 def test_an_optimizer_may_save_a_part_of_its_settings(train):
-    check_resume(train, ("forward", 5), whole=own("Saving", lr=0.1))
+    check_resume(train, ("forward", 5), whole=own("Saving", lr=0.1, scale=0.5))
 
 
 class Averaging(torch.optim.Optimizer):
