@@ -201,7 +201,8 @@ def prepared_inference(
     chosen = [group_of(word) for word in words if "." not in key_of(word)]
     composed = [word for word in words if group_of(word) in {*chosen, *(() if saved else (*OF_THE_COMMAND, "trainer"))}]
     if chosen and saved is not None:  # a group may be of a folder of configs that the run was given
-        composed = with_sources(composed, hydra_of(run), f"run={run}: the run")
+        sources = {**hydra_of(run), "overrides": {}}  # `environment_of` has set its variables
+        composed = with_sources(composed, sources, f"run={run}: the run")
     fresh = compose(composed) if chosen or saved is None else None
     changes = [word for word in words if word not in composed or group_of(word) not in chosen]
     groups = {name: OmegaConf.to_container(fresh[name], enum_to_str=True) for name in chosen} if fresh else {}
