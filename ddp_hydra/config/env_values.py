@@ -1,7 +1,7 @@
 """Tells which values of a config the environment has given (`${oc.env:NAME}`), to say later that they are others.
 
-A run keeps such an interpolation as it is written, because its value may be a secret. Only a value that surely is none
-is kept beside the config: a number, true, false, or a path that is there.
+A run keeps such an interpolation as it is written, because its value may be a secret. Only a value that hardly is one
+is kept beside the config: a number, true, false, or a path that is there, if no name looks like a secret.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def values_of(cfg: DictConfig) -> dict[str, Any]:
         names = _VARIABLE.findall(raw) if isinstance(raw, str) and key.partition(".")[0] != "cluster" else []
         if not names or len(names) != raw.count("oc.env:") or _OTHER.search(raw):
             continue
-        if any(map(redact.named_secret, (*key.split("."), *names))):
+        if any(name.lower() in redact.SHORT or redact.named_secret(name) for name in (*key.split("."), *names)):
             continue
         with suppress(OmegaConfBaseException):  # a variable that is not set; whoever needs the value says so
             value = OmegaConf.select(cfg, key)

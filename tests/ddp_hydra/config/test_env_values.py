@@ -22,12 +22,26 @@ from ddp_hydra.config import env_values
         ("data.scale", "${oc.decode:${oc.env:${data.which}}}", None),
         ("data.scale", "${oc.env:NOT_SET}", None),
         ("data.folder", "${oc.env:PLACE}/${data.other}", None),
+        ("data.pass", "${oc.decode:${oc.env:VALUE}}", None),
+        ("data.pin", "${oc.decode:${oc.env:VALUE}}", None),
+        ("data.otp", "${oc.decode:${oc.env:VALUE}}", None),
+        ("data.scale", "${oc.decode:${oc.env:DB_PASS}}", None),
+        ("data.scale", "${oc.decode:${oc.env:PIN}}", None),
+        ("data.passes", "${oc.decode:${oc.env:VALUE}}", 4),
+        ("data.pin_memory", "${oc.decode:${oc.env:VALUE}}", 4),
         ("cluster.port", "${oc.decode:${oc.env:VALUE}}", None),
         ("data.scale", 4, None),
     ],
 )
-def test_only_what_is_surely_no_secret_is_kept(key, text, kept, monkeypatch):
-    for name, value in {"VALUE": "4", "PLACE": "/tmp", "PLAIN": "hunter2", "API_TOKEN": "12"}.items():
+def test_only_what_hardly_is_a_secret_is_kept(key, text, kept, monkeypatch):
+    for name, value in {
+        "VALUE": "4",
+        "PLACE": "/tmp",
+        "PLAIN": "hunter2",
+        "API_TOKEN": "12",
+        "DB_PASS": "4",
+        "PIN": "4",
+    }.items():
         monkeypatch.setenv(name, value)
     cfg = OmegaConf.create({"data": {"which": "VALUE", "other": "."}})
     OmegaConf.update(cfg, key, text)
