@@ -212,7 +212,7 @@ def prepared_inference(
     else:
         cfg = checkpoint_config.changed(saved, changes, groups)
         environment_now = env_values.values_of(cfg)
-        for line in env_values.changes(kept_environment(run) if environment_now else {}, environment_now):
+        for line in env_values.changes(kept_environment(run, cfg) if environment_now else {}, environment_now):
             print(f"ddp_hydra: {line}: the environment is not the run's", file=sys.stderr)  # noqa: T201
     for name, schema in SCHEMAS.items():
         cfg = checkpoint_config.changed(cfg, groups={name: OmegaConf.merge(OmegaConf.structured(schema), cfg[name])})

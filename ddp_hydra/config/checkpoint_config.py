@@ -174,7 +174,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     keys = [key for key in {**old, **new} if key.partition(".")[0] not in _OF_THE_COMMAND and key not in _LENGTHS]
     # A later version may refer to the same keys by other names.
     named = [dict(references.with_full_names(config)) for config in (before, now)]
-    differing = [key for key in keys if named[0].get(key, {}) != named[1].get(key, {})]
+    both = {key: [config.get(key, {}) for config in named] for key in keys}
+    # No NaN equals another.
+    differing = [key for key, (then, now) in both.items() if then != now and repr(then) != repr(now)]
     return [
         f"{key} {' -> '.join(as_typed(one[key]) if key in one else '(missing)' for one in (old, new))}"
         for key in differing

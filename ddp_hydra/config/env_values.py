@@ -29,8 +29,8 @@ _OTHER = re.compile(r"\$\{(?!oc\.(env|decode):)")
 
 def values_of(cfg: DictConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for key, raw in redact.values_of(OmegaConf.to_container(cfg, enum_to_str=True)):
-        names = _VARIABLE.findall(raw) if isinstance(raw, str) and key.partition(".")[0] != "cluster" else []
+    for key, raw in _written(OmegaConf.to_container(cfg, enum_to_str=True)).items():
+        names = _VARIABLE.findall(raw) if key.partition(".")[0] != "cluster" else []
         if not names or len(names) != raw.count("oc.env:") or _OTHER.search(raw):
             continue
         if any(name.lower() in redact.SHORT or redact.named_secret(name) for name in (*key.split("."), *names)):
@@ -41,6 +41,25 @@ def values_of(cfg: DictConfig) -> dict[str, Any]:
             if isinstance(value, bool | int | float) or is_path:
                 found[key] = value
     return found
+
+
+def _written(config: Any) -> dict[str, str]:
+    """Return the texts of a config, in which interpolations may be, by key."""
+    return {key: raw for key, raw in redact.values_of(config) if isinstance(raw, str)}
+
+
+def written_alike(values: Mapping[str, Any], content: bytes, cfg: DictConfig) -> dict[str, Any]:
+    """Return the values that are written alike in the config of a run and in `cfg`: others the user has changed.
+
+    Args:
+        content: the file of the run's config, which others may have written.
+    """
+    with suppress(yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError):
+        config = yaml.load(content, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
+        if isinstance(config, dict):
+            then, now = _written(config), _written(OmegaConf.to_container(cfg, enum_to_str=True))
+            return {key: one for key, one in values.items() if key in now and then.get(key) == now[key]}
+    return {}
 
 
 def encoded(values: Mapping[str, Any]) -> bytes:
@@ -58,5 +77,5 @@ def decoded(content: bytes) -> dict[str, Any]:
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describe each value that was known then and is another one now: "data.train.scale 4 -> 2.0"."""
-    both = [key for key in now if key in before and before[key] != now[key]]
+    both = [key for key in now if key in before and repr(before[key]) != repr(now[key])]  # no NaN equals another
     return [printable(f"{key} {as_typed(before[key])} -> {as_typed(now[key])}") for key in both]

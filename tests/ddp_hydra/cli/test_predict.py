@@ -52,6 +52,8 @@ def test_values_that_the_environment_gives_otherwise_are_told(tmp_path, monkeypa
     prepared_inference("run", Path("last.pt"), "val", [])
     assert capsys.readouterr().err == "ddp_hydra: data.val.scale 4 -> 2.5: the environment is not the run's\n"
     prepared_inference("run", Path("last.pt"), "val", ["data.val.scale=4"])
+    monkeypatch.setenv("OTHER", "3")
+    prepared_inference("run", Path("last.pt"), "val", ["data.val.scale=${oc.decode:${oc.env:OTHER}}"])
     assert capsys.readouterr().err == ""
 
 

@@ -164,6 +164,12 @@ def test_a_key_of_the_run_is_left_out():
         checkpoint_config.changed(config, ["metrics.tpo5.k=3"])
 
 
+def test_not_a_number_is_no_other_value_than_not_a_number():
+    before, now = ({"data": {"fill": float("nan"), "list": [float("nan")]}} for _ in range(2))
+    assert checkpoint_config.changes(before, now) == []
+    assert checkpoint_config.changes(before, {"data": {**now["data"], "fill": 1}}) == ["data.fill nan -> 1"]
+
+
 def test_an_empty_group_is_as_good_as_none():
     assert checkpoint_config.changes({"mix": {}, "seed": 1}, {"seed": 1}) == []
     assert checkpoint_config.changes({"mix": {"alpha": 1}}, {"mix": {}}) == ["mix.alpha 1 -> (missing)"]

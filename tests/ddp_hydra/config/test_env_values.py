@@ -58,6 +58,20 @@ def test_a_value_that_is_another_one_is_told_as_it_is_typed():
     ]
 
 
+def test_not_a_number_is_no_other_value_than_not_a_number():
+    before = env_values.decoded(env_values.encoded({"a": float("nan"), "b": 1}))
+    assert env_values.changes(before, {"a": float("nan"), "b": True}) == ["b 1 -> true"]
+
+
+def test_the_environment_has_changed_only_what_is_written_as_it_was():
+    content = b"a: '${oc.env:A}'\nb: '${oc.env:A}'\nc: 1\nd: ['${oc.env:D}']\n"
+    values = {"a": 4, "b": 4, "c": 1, "d.0": 5, "e": 6}
+    cfg = OmegaConf.create({"a": "${oc.env:A}", "b": "${oc.env:B}", "c": 1, "d": ["${oc.env:D}"], "e": "${oc.env:E}"})
+    assert env_values.written_alike(values, content, cfg) == {"a": 4, "d.0": 5}
+    for damaged in (b"", b"[1]", b"a: [", b"\xff"):
+        assert env_values.written_alike(values, damaged, cfg) == {}
+
+
 @pytest.mark.parametrize("content", [b"", b"[1]", b"a: [", b"\xff", b"!!python/object:os.x {}"])
 def test_a_damaged_file_says_nothing(content):
     assert env_values.decoded(content) == {}
