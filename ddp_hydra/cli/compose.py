@@ -296,12 +296,21 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
 def with_one_run(arguments: list[str], typed: Sequence[str]) -> list[str]:
     """Let `resume=<run>` go on with one run where its config makes sweeps, unless what is typed now may make one."""
     resumed = next((value_of(word) for word in typed if word.startswith("resume=")), "")
-    may_sweep = {*MODES, *unknown_keys.GROUPS} & set(map(key_of, typed))
+    may_sweep = {*MODES, *unknown_keys.GROUPS} & set(map(key_of, typed)) or any(map(_is_sweep, typed))
     return arguments if may_sweep or _overrides_of(resumed) is None else [*arguments, ONE_RUN]
 
 
+def _is_sweep(word: str) -> bool:
+    with contextlib.suppress(HydraException):  # an option is none, and Hydra names an override that it can't read
+        return bool(parse_override(word).is_sweep_override())
+    return False
+
+
 def with_sources(arguments: list[str], hydra_cfg: Mapping[Any, Any], what: str) -> list[str]:
-    """Add the main config, the folders of configs and the variables of `what`, a run or sweep; those typed now win."""
+    """Add the main config, the folders of configs and the variables of `what`, a run or sweep; those typed now win.
+
+    A variable that is set where the command is typed wins over the one of `what`, too.
+    """
     given, _ = get_args_parser().parse_known_args(arguments)
     options = {"--config-name": given.config_name, CONFIG_DIR: given.config_dir}
     typed = {name for name, value in options.items() if value is not None} | set(map(full_key_of, arguments))
@@ -315,21 +324,38 @@ def with_sources(arguments: list[str], hydra_cfg: Mapping[Any, Any], what: str) 
 
 
 def _with_known_variables(words: list[str], arguments: Sequence[str], what: str) -> list[str]:
-    """Leave variables out that are typed anew with +, and secrets, which are kept nowhere: a shell may have them."""
+    """Leave variables out that are typed anew with +, that the shell sets, and secrets, which are kept nowhere."""
     typed, anew = variables_of(arguments), variables_of([word for word in arguments if word.startswith("+")])
+    given = variables_of(words)
+    lost = {name for name, value in given.items() if HIDDEN in str(value)}
+    of_shell = {name for name, value in given.items() if name not in typed and _is_of_shell(name, value)}
+    for name in lost - typed.keys():
+        _note_lost_variable(name, f"{what} was given {ENV_SET}.{name}, a secret, which is kept nowhere")
+    for name, value in given.items():
+        if name in of_shell - lost and value is not None:  # it is None where the run has removed it
+            _note_variable_of_shell(name, _resolved(str(value)), what.rpartition(": ")[2])
+    left_out = {*lost, *of_shell, *anew}
     kept: list[str] = []
     for word in words:
         variables = variables_of([word])
-        lost = {name for name, value in variables.items() if HIDDEN in str(value)}
-        if lost.isdisjoint(variables) and anew.keys().isdisjoint(variables):
+        if left_out.isdisjoint(variables):
             kept.append(word)
             continue
-        for name in lost - typed.keys():
-            _note_lost_variable(name, f"{what} was given {ENV_SET}.{name}, a secret, which is kept nowhere")
         for name, value in variables.items():
-            if name not in lost and name not in anew:  # Hydra takes no dict apart
+            if name not in left_out:  # Hydra takes no dict apart
                 kept.append(f"+{ENV_SET}.{name}=" + text.quoted(str(value)).replace(r"\${", "${"))
     return kept
+
+
+def _is_of_shell(name: str, value: object) -> bool:
+    """Return whether the shell sets a variable, which then wins over the run's value, unless that is made of it."""
+    return name in os.environ and not re.search(rf"\$\{{oc\.env:\s*{re.escape(name)}\s*[,}}]", str(value))
+
+
+def _resolved(value: str) -> str:
+    with contextlib.suppress(OmegaConfBaseException):  # it may be of a key of the config
+        return str(OmegaConf.create({"value": value}).value)
+    return value
 
 
 def _note_lost_variable(name: str, what: str) -> None:
@@ -338,25 +364,48 @@ def _note_lost_variable(name: str, what: str) -> None:
         print(f"ddp_hydra: {said}", file=sys.stderr)  # noqa: T201
 
 
+def _note_variable_of_shell(name: str, value: str, who: str) -> None:
+    if value != os.environ[name]:
+        now, before = (text.printable(redact.without({name: one})[name]) for one in (os.environ[name], value))
+        print(f"ddp_hydra: {name}={now}: {who} had {before}", file=sys.stderr)  # noqa: T201
+
+
 def environment_of(run: str, trust: bool = False) -> AbstractContextManager[dict[str, str]]:
     """Set the variables of a run's `hydra.job.env_set` inside the block, as Hydra did for its job; return them.
+
+    Those that are set already stay as they are, and are returned, too: ranks elsewhere may lack them.
 
     Args:
         trust: do so for a lone checkpoint or a URL, too: a variable may name code.
     """
     found: dict[str, str] = {}
-    hydra_cfg = hydra_of(run, follows=True) if trust or RunRef.own(run).is_own else {}
-    given = (hydra_cfg.get("job") or {}).get("env_set") or {}
+    if trust or RunRef.own(run).is_own:
+        try:
+            found = _variables_of_run(run)
+        except (ConfigError, OSError) as error:
+            said = f"run={run}: its variables ({ENV_SET}) can't be read, and are not set: {error}"
+            print(f"ddp_hydra: {said}", file=sys.stderr)  # noqa: T201
+    return _environment(found)
+
+
+def _variables_of_run(run: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    hydra_cfg = hydra_of(run, follows=True)
+    given = job.get("env_set") if isinstance(job := hydra_cfg.get("job"), dict) else None
+    given = given if isinstance(given, dict) else {}
     cfg = OmegaConf.create({**((given and saved_config(run)) or {}), "hydra": hydra_cfg})
     for name, value in given.items():
         try:
             if HIDDEN in str(value):
                 _note_lost_variable(name, f"run={run}: the run was given {ENV_SET}.{name}, a secret, kept nowhere")
+            elif _is_of_shell(name, value):
+                found[name] = os.environ[name]
+                _note_variable_of_shell(name, str(cfg.hydra.job.env_set[name]), "the run")
             else:
                 found[name] = str(cfg.hydra.job.env_set[name])
         except OmegaConfBaseException:
             _note_lost_variable(name, f"run={run}: {ENV_SET}.{name}={value} of the run has no value here")
-    return _environment(found)
+    return found
 
 
 @contextmanager
@@ -400,7 +449,8 @@ def _overrides_of(run: str) -> list[str] | None:
 
 def hydra_of(run: str, *, follows: bool = False) -> dict[str, Any]:
     """Return Hydra's part of the config of a run, see `saved_yaml`; an empty dict where the run has kept none."""
-    return (saved_yaml(run, "hydra.yaml", dict, follows=follows) or {}).get("hydra") or {}
+    found = (saved_yaml(run, "hydra.yaml", dict, follows=follows) or {}).get("hydra")
+    return found if isinstance(found, dict) else {}
 
 
 def saved_yaml(run: str, name: str, kind: type[Saved], *, follows: bool = False) -> Saved | None:

@@ -201,7 +201,8 @@ def prepared_inference(
     chosen = [group_of(word) for word in words if "." not in key_of(word)]
     composed = [word for word in words if group_of(word) in {*chosen, *(() if saved else (*OF_THE_COMMAND, "trainer"))}]
     if chosen and saved is not None:  # a group may be of a folder of configs that the run was given
-        composed = with_sources(composed, hydra_of(run), f"run={run}: the run")
+        sources = {**hydra_of(run), "overrides": {}}  # `environment_of` has set its variables
+        composed = with_sources(composed, sources, f"run={run}: the run")
     fresh = compose(composed) if chosen or saved is None else None
     changes = [word for word in words if word not in composed or group_of(word) not in chosen]
     groups = {name: OmegaConf.to_container(fresh[name], enum_to_str=True) for name in chosen} if fresh else {}
@@ -211,7 +212,7 @@ def prepared_inference(
     else:
         cfg = checkpoint_config.changed(saved, changes, groups)
         environment_now = env_values.values_of(cfg)
-        for line in env_values.changes(kept_environment(run) if environment_now else {}, environment_now):
+        for line in env_values.changes(kept_environment(run, cfg) if environment_now else {}, environment_now):
             print(f"ddp_hydra: {line}: the environment is not the run's", file=sys.stderr)  # noqa: T201
     for name, schema in SCHEMAS.items():
         cfg = checkpoint_config.changed(cfg, groups={name: OmegaConf.merge(OmegaConf.structured(schema), cfg[name])})

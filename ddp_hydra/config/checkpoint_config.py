@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, ListConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -20,7 +20,7 @@ from omegaconf.errors import (
 )
 
 from ddp_hydra.config import redact, references
-from ddp_hydra.config.schema import Config, missing_key
+from ddp_hydra.config.schema import Config, missing_key, number_types
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
@@ -32,6 +32,8 @@ _LENGTHS = {"trainer.pause_after_validations", "trainer.time_limit_s"}
 """Keys that end a command, but not the run."""
 _HOW = ("transform", "transforms", "target_transform", "collate", "shuffle", "shuffle_buffer")
 """Arguments of data sets that say how samples are read, and not which."""
+_NODES: dict[Any, Any] = {bool: BooleanNode, float: FloatNode, int: IntegerNode}
+"""Nodes that turn the text that an interpolation gives into a value of the key's type."""
 _NEEDED = ("data", "model", "task", "loss", "metrics")
 """Keys that are needed to load a trained model."""
 
@@ -122,7 +124,16 @@ def changed(
             raise ConfigError(text.unknown(key, known, f"; give one that is new as +{key}=<value>")) from error
         raise ConfigError(f"{' '.join(overrides)}: {str(error).splitlines()[0]}") from error
     OmegaConf.set_struct(cfg, True)
+    _set_types(cfg)
     return cfg
+
+
+def _set_types(cfg: DictConfig) -> None:
+    """Give interpolations the types of their keys, as a job's config has them: `${oc.env:SEED}` gives a text."""
+    for key, raw in redact.leaves(OmegaConf.to_container(cfg)):
+        if isinstance(raw, str) and "${" in raw and key in number_types():
+            group, _, name = key.rpartition(".")
+            (OmegaConf.select(cfg, group) if group else cfg)[name] = _NODES[number_types()[key]](raw)
 
 
 def _refuse_inside_interpolation(cfg: DictConfig, word: str) -> None:
@@ -174,7 +185,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     keys = [key for key in {**old, **new} if key.partition(".")[0] not in _OF_THE_COMMAND and key not in _LENGTHS]
     # A later version may refer to the same keys by other names.
     named = [dict(references.with_full_names(config)) for config in (before, now)]
-    differing = [key for key in keys if named[0].get(key, {}) != named[1].get(key, {})]
+    both = {key: [config.get(key, {}) for config in named] for key in keys}
+    # No NaN equals another.
+    differing = [key for key, (then, now) in both.items() if then != now and repr(then) != repr(now)]
     return [
         f"{key} {' -> '.join(as_typed(one[key]) if key in one else '(missing)' for one in (old, new))}"
         for key in differing

@@ -98,10 +98,10 @@ def sets_variables(word: str) -> bool:
 
 
 def variables_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return what overrides put into `ENV_SET`, as far as Hydra can read them."""
+    """Return what overrides put into `ENV_SET`, as far as Hydra can read them; None for what they remove from it."""
     found: dict[str, Any] = {}
     for word in words:
-        name = word.partition("=")[0].lstrip("+").removeprefix(ENV_SET)[1:]
+        name = word.partition("=")[0].lstrip("+~").removeprefix(ENV_SET)[1:]
         with suppress(HydraException):
             value = parse_override(word).value() if sets_variables(word) else {}
             found |= {name: value} if name else value if isinstance(value, dict) else {}

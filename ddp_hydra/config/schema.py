@@ -6,6 +6,7 @@ The comments in conf/ document each key. Groups that hold the arguments of a `_t
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import EnumType, StrEnum
@@ -163,6 +164,15 @@ class Config:
 
 SCHEMAS = {entry.name: entry.default_factory for entry in fields(Config) if is_dataclass(entry.default_factory)}
 """Schemas of the groups that have one."""
+
+
+@functools.cache
+def number_types() -> dict[str, type]:
+    """Return the types of the keys that hold a number or a switch: {"trainer.epochs": int, …}."""
+    groups = [("", Config), *((f"{name}.", schema) for name, schema in SCHEMAS.items())]
+    hints = {f"{prefix}{name}": hint for prefix, schema in groups for name, hint in get_type_hints(schema).items()}
+    kinds = {key: get_args(hint) if type(None) in get_args(hint) else (hint,) for key, hint in hints.items()}
+    return {key: kind[0] for key, kind in kinds.items() if kind[0] in (bool, float, int)}
 
 
 def allowed(key: str) -> str:

@@ -130,7 +130,7 @@ def run_job(
         print(f"ddp_hydra  ->  {remote.spec.url if remote else shown_path(run_dir)}", flush=True)  # noqa: T201
         if remote is None:
             environment = env_values.values_of(cfg)
-            before = kept_environment(cfg.resume) if environment and cfg.resume else {}
+            before = kept_environment(cfg.resume, cfg) if environment and cfg.resume else {}
             for line in env_values.changes(before, environment):
                 print(f"  changed   {line}, by the environment", flush=True)  # noqa: T201
             keep_environment(run_dir, environment)

@@ -180,10 +180,12 @@ def keep_environment(run_dir: Path, values: Mapping[str, Any]) -> None:
             write_atomic(prepared_path(run_dir, env_values.FILE), content, durable=False)
 
 
-def kept_environment(run: str) -> dict[str, Any]:
-    """Return what `keep_environment` has kept of a run; nothing where it can't be read."""
+def kept_environment(run: str, cfg: DictConfig) -> dict[str, Any]:
+    """Return what `keep_environment` has kept of a run, and `cfg` writes alike; nothing where it can't be read."""
     with contextlib.suppress(OSError, ConfigError):
-        return env_values.decoded(RunRef.named(run).read(env_values.FILE))
+        place = RunRef.named(run)
+        values = env_values.decoded(place.read(env_values.FILE))
+        return env_values.written_alike(values, place.read(f"{HYDRA}/config.yaml"), cfg)
     return {}
 
 

@@ -60,7 +60,8 @@ class Inference:
 @contextmanager
 def opened(job: Mapping[str, Any], checkpoint: str, world: World) -> Iterator[Inference]:
     # A collective.
-    os.environ.update(job["environment"])
+    for name, value in job["environment"].items():
+        os.environ.setdefault(name, value)
     fault_injection.activate(job["faults"])
     heartbeat.at("start", 0)
     content = sharded_checkpoint.send(lambda: load_run.needed(read(Path(checkpoint), whole=False)), world)

@@ -247,19 +247,47 @@ def test_a_sweep_that_goes_on_has_its_variables(tmp_path):
         assert words.count(word) == 1
 
 
+def test_a_variable_that_the_shell_sets_wins_over_the_one_of_a_resumed_run(run, capsys, monkeypatch):
+    for name, value in {"A": "mine", "B": "x", "PLACES": "here", "URL": "s3://me:mine@b", "AWS_TOKEN": "t"}.items():
+        monkeypatch.setenv(name, value)
+    places = "+hydra.job.env_set.PLACES='${oc.env:PLACES}:there'"
+    words = ["+hydra.job.env_set={A: 4, B: x, C: 5, AWS_TOKEN: ***}", places, "+hydra.job.env_set.URL=s3://me:old@b"]
+    env_of(run, *words)
+    again = [f"resume={run}"]
+    assert [word for word in typed.read_words(again) if "env_set" in word] == ["+hydra.job.env_set.C=5", places]
+    assert capsys.readouterr().err.splitlines() == [
+        "ddp_hydra: A=mine: the run had 4",
+        "ddp_hydra: URL=s3://***@b: the run had s3://***@b",
+    ]
+    assert os.environ["A"] == "mine"
+    for word, a in (("hydra.job.env_set.A=5", "5"), ("+hydra.job.env_set={A: 6}", "6"), ("~hydra.job.env_set.A", None)):
+        found = [one for one in typed.read_words([*again, word]) if "env_set" in one]
+        assert typed.compose(found).hydra.job.env_set.get("A") == a
+        assert " A=" not in capsys.readouterr().err
+
+
+def test_a_variable_that_the_shell_sets_wins_over_the_one_of_a_sweep(tmp_path, monkeypatch, capsys):
+    word = "+hydra.job.env_set={A: 4}"
+    (tmp_path / "multirun.yaml").write_text(json.dumps({"hydra": hydra_part(tmp_path, word)}))
+    monkeypatch.setenv("A", "5")
+    assert word not in typed.read_words(["-m", f"hydra.sweep.dir={tmp_path}"])
+    assert capsys.readouterr().err.startswith("ddp_hydra: A=5: the sweep had 4\n")
+
+
 def test_the_variables_of_a_run_are_set_for_what_its_model_does(run, capsys, monkeypatch):
-    monkeypatch.setenv("A", "of the shell")
-    monkeypatch.setenv("PLACE", "here")
+    for name, value in {"A": "of the shell", "B": "4", "PLACE": "here", "DB_PASSWORD": "mine"}.items():
+        monkeypatch.setenv(name, value)
     (run / ".hydra" / "config.yaml").write_text("seed: 7\n")
-    env_of(run, A="4", P="${oc.env:PLACE}/x", S="${seed}", TOKEN="***", N="${nowhere}")
+    own = {"P": "${oc.env:PLACE}/x", "PLACE": "${oc.env:PLACE}:y", "S": "${seed}", "C": "4"}
+    env_of(run, A="4", B="4", **own, TOKEN="***", DB_PASSWORD="***", N="${nowhere}")
     with typed.environment_of(str(run)) as found:
-        assert found == {"A": "4", "P": "here/x", "S": "7"}
+        assert found == {"A": "of the shell", "B": "4", "P": "here/x", "PLACE": "here:y", "S": "7", "C": "4"}
         assert {name: os.environ[name] for name in found} == found
-    assert os.environ["A"] == "of the shell"
+    assert (os.environ["A"], os.environ["PLACE"]) == ("of the shell", "here")
     assert "P" not in os.environ
-    assert [line.partition(" hydra")[2][:14] for line in capsys.readouterr().err.splitlines()] == [
-        ".job.env_set.T",
-        ".job.env_set.N",
+    assert [line.removeprefix("ddp_hydra: ")[:40] for line in capsys.readouterr().err.splitlines()] == [
+        "A=of the shell: the run had 4",
+        *(f"run={run}: the run was given hydra.job.env_set.TOKEN"[:40], f"run={run}: hydra.job.env_set.N"[:40]),
     ]
     (lone := run.parent / "lone.pt").touch()
     for other in (lone, run.parent / "none", f"file://{run}/.."):
@@ -267,9 +295,39 @@ def test_the_variables_of_a_run_are_set_for_what_its_model_does(run, capsys, mon
             assert found == {}
 
 
+@pytest.mark.parametrize("content", ["hydra: [", "- 1", "hydra: {job: {env_set: {A: '${'}}}", None])
+def test_a_run_whose_own_part_of_hydra_cannot_be_read_sets_no_variables(run, capsys, content):
+    file = run / ".hydra" / "hydra.yaml"
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_text(content)
+    with typed.environment_of(str(run)) as found:
+        assert found == {}
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"ddp_hydra: run={run}: its variables (hydra.job.env_set) can't be read, and are not set: ")
+
+
+@pytest.mark.parametrize("content", ["hydra: [1]", "hydra: {job: [1]}", "hydra: {job: {env_set: [1]}}", ""])
+def test_a_run_that_has_kept_no_variables_sets_none(run, capsys, content):
+    (run / ".hydra" / "hydra.yaml").write_text(content)
+    with typed.environment_of(str(run)) as found:
+        assert found == {}
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("more", "is_one"),
-    [([], True), (["seed=1"], True), (["-m"], False), (["hydra.mode=MULTIRUN"], False), (["experiment=x"], False)],
+    [
+        ([], True),
+        (["seed=1"], True),
+        (["data.sizes=[1,2]"], True),
+        (["-m"], False),
+        (["hydra.mode=MULTIRUN"], False),
+        (["experiment=x"], False),
+        (["trainer.epochs=2,3"], False),
+        (["trainer.epochs=range(2,4)"], False),
+    ],
 )
 def test_a_resume_is_one_run_also_where_the_config_makes_sweeps(run, more, is_one):
     assert ("hydra.mode=RUN" in typed.read_words([f"resume={run}", *more])) == is_one

@@ -43,7 +43,8 @@ def test_values_that_the_environment_gives_otherwise_are_told(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SCALE", "4")
     word = "+data.val.scale='${oc.decode:${oc.env:SCALE}}'"
-    job = ComposedConfig([word, "hydra.run.dir=run"])
+    monkeypatch.setenv("SEED", "1")
+    job = ComposedConfig([word, "seed=${oc.env:SEED}", "trainer.threads=${oc.env:SEED}", "hydra.run.dir=run"])
     job.save()
     keep_environment(tmp_path / "run", env_values.values_of(job.cfg))
     prepared_inference("run", Path("last.pt"), "val", [])
@@ -52,6 +53,12 @@ def test_values_that_the_environment_gives_otherwise_are_told(tmp_path, monkeypa
     prepared_inference("run", Path("last.pt"), "val", [])
     assert capsys.readouterr().err == "ddp_hydra: data.val.scale 4 -> 2.5: the environment is not the run's\n"
     prepared_inference("run", Path("last.pt"), "val", ["data.val.scale=4"])
+    monkeypatch.setenv("SEED", "2")
+    prepared_inference("run", Path("last.pt"), "val", ["data.val.scale=4", "trainer.threads=1"])
+    assert capsys.readouterr().err == "ddp_hydra: seed 1 -> 2: the environment is not the run's\n"
+    monkeypatch.setenv("SEED", "1")
+    monkeypatch.setenv("OTHER", "3")
+    prepared_inference("run", Path("last.pt"), "val", ["data.val.scale=${oc.decode:${oc.env:OTHER}}"])
     assert capsys.readouterr().err == ""
 
 

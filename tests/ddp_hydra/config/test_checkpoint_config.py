@@ -164,6 +164,31 @@ def test_a_key_of_the_run_is_left_out():
         checkpoint_config.changed(config, ["metrics.tpo5.k=3"])
 
 
+def test_numbers_of_the_environment_have_the_types_of_their_keys(monkeypatch):
+    monkeypatch.setenv("N", "5")
+    monkeypatch.setenv("SWITCH", "true")
+    trainer = {"threads": "${oc.env:N}", "epochs": "${seed}", "ema_decay": "${oc.env:NONE,null}", "gone": "${oc.env:N}"}
+    trainer |= {"decay_all": "${oc.env:SWITCH}", "precision": "${oc.env:P,bf16}", "early_stopping_min_delta": 0.5}
+    kept = {"seed": "${oc.env:N}", "data": {"a": "${oc.env:N}"}, "trainer": trainer}
+    found = checkpoint_config.composed(kept)
+    assert [repr(one) for one in (found.seed, found.data.a)] == ["5", "'5'"]
+    assert found.trainer == {
+        "threads": 5, "epochs": 5, "ema_decay": None, "gone": "5", "decay_all": True, "precision": "bf16",
+        "early_stopping_min_delta": 0.5,
+    }  # fmt: skip
+    assert found.trainer.decay_all is True
+    assert OmegaConf.to_container(checkpoint_config.changed(kept)) == kept
+    monkeypatch.setenv("N", "x")
+    with pytest.raises(ConfigError, match=r"^seed: .*'x'.*: give seed=<value>$"):
+        checkpoint_config.composed(kept)
+
+
+def test_not_a_number_is_no_other_value_than_not_a_number():
+    before, now = ({"data": {"fill": float("nan"), "list": [float("nan")]}} for _ in range(2))
+    assert checkpoint_config.changes(before, now) == []
+    assert checkpoint_config.changes(before, {"data": {**now["data"], "fill": 1}}) == ["data.fill nan -> 1"]
+
+
 def test_an_empty_group_is_as_good_as_none():
     assert checkpoint_config.changes({"mix": {}, "seed": 1}, {"seed": 1}) == []
     assert checkpoint_config.changes({"mix": {"alpha": 1}}, {"mix": {}}) == ["mix.alpha 1 -> (missing)"]

@@ -22,12 +22,26 @@ from ddp_hydra.config import env_values
         ("data.scale", "${oc.decode:${oc.env:${data.which}}}", None),
         ("data.scale", "${oc.env:NOT_SET}", None),
         ("data.folder", "${oc.env:PLACE}/${data.other}", None),
+        ("data.pass", "${oc.decode:${oc.env:VALUE}}", None),
+        ("data.pin", "${oc.decode:${oc.env:VALUE}}", None),
+        ("data.otp", "${oc.decode:${oc.env:VALUE}}", None),
+        ("data.scale", "${oc.decode:${oc.env:DB_PASS}}", None),
+        ("data.scale", "${oc.decode:${oc.env:PIN}}", None),
+        ("data.passes", "${oc.decode:${oc.env:VALUE}}", 4),
+        ("data.pin_memory", "${oc.decode:${oc.env:VALUE}}", 4),
         ("cluster.port", "${oc.decode:${oc.env:VALUE}}", None),
         ("data.scale", 4, None),
     ],
 )
-def test_only_what_is_surely_no_secret_is_kept(key, text, kept, monkeypatch):
-    for name, value in {"VALUE": "4", "PLACE": "/tmp", "PLAIN": "hunter2", "API_TOKEN": "12"}.items():
+def test_only_what_hardly_is_a_secret_is_kept(key, text, kept, monkeypatch):
+    for name, value in {
+        "VALUE": "4",
+        "PLACE": "/tmp",
+        "PLAIN": "hunter2",
+        "API_TOKEN": "12",
+        "DB_PASS": "4",
+        "PIN": "4",
+    }.items():
         monkeypatch.setenv(name, value)
     cfg = OmegaConf.create({"data": {"which": "VALUE", "other": "."}})
     OmegaConf.update(cfg, key, text)
@@ -42,6 +56,20 @@ def test_a_value_that_is_another_one_is_told_as_it_is_typed():
         "a 4 -> 2.0",
         "b true -> false",
     ]
+
+
+def test_not_a_number_is_no_other_value_than_not_a_number():
+    before = env_values.decoded(env_values.encoded({"a": float("nan"), "b": 1}))
+    assert env_values.changes(before, {"a": float("nan"), "b": True}) == ["b 1 -> true"]
+
+
+def test_the_environment_has_changed_only_what_is_written_as_it_was():
+    content = b"a: '${oc.env:A}'\nb: '${oc.env:A}'\nc: 1\nd: ['${oc.env:D}']\n"
+    values = {"a": 4, "b": 4, "c": 1, "d.0": 5, "e": 6}
+    cfg = OmegaConf.create({"a": "${oc.env:A}", "b": "${oc.env:B}", "c": 1, "d": ["${oc.env:D}"], "e": "${oc.env:E}"})
+    assert env_values.written_alike(values, content, cfg) == {"a": 4, "d.0": 5}
+    for damaged in (b"", b"[1]", b"a: [", b"\xff"):
+        assert env_values.written_alike(values, damaged, cfg) == {}
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"a: [", b"\xff", b"!!python/object:os.x {}"])

@@ -6,6 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.config import redact
+from ddp_hydra.config.schema import Config
 
 CONF = Path(__file__).parents[3] / "conf"
 
@@ -23,6 +24,11 @@ CONF = Path(__file__).parents[3] / "conf"
         "key",
         "tls_api_key",
         "ssl_access_key",
+        "db_pass",
+        "smtpPass",
+        "BANK_PIN",
+        "passcode",
+        "otp",
     ],
 )
 def test_what_is_called_like_a_secret(name):
@@ -35,10 +41,19 @@ def test_what_is_called_like_a_secret(name):
         "data.n", "model.keys", "tokens_seen", "monkey", "key_value_heads", "pad_token", "label_key", "tls_client_key",
         "DASK_DISTRIBUTED__COMM__TLS__CLIENT__KEY", "ssl_key", "ssl_key_file", "private_key_path", "passwordFile",
         "api_token_file", "client_keys", "ssl_keyfile", "credentials_path", "key_filename",
+        "pass", "pin", "passes", "compass", "pin_memory", "low_pass", "forward_pass", "pass_at_1", "mapping", "options",
     ],
 )  # fmt: skip
 def test_what_is_not(name):
     assert not redact.named_secret(name)
+
+
+def test_one_key_of_ours_is_called_like_a_secret():
+    files = [OmegaConf.to_container(OmegaConf.load(path)) for path in CONF.rglob("*.yaml")]
+    keys = {part for file in files for key, _ in redact.values_of(file) for part in key.split(".")}
+    schemas = OmegaConf.to_container(OmegaConf.structured(Config), enum_to_str=True)
+    keys |= {part for key, _ in redact.values_of(schemas) for part in key.split(".")}
+    assert sorted(filter(redact.named_secret, keys)) == ["auth"]
 
 
 def test_the_name_of_a_key_file_stays_and_a_private_key_itself_is_hidden():
