@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.utils import env_override
 from msgspec import to_builtins
 from omegaconf import OmegaConf, open_dict
 
@@ -25,7 +26,7 @@ from ddp_hydra.console import text
 from ddp_hydra.console.signals import held_back, print_line
 from ddp_hydra.dispatch import background
 from ddp_hydra.errors import ConfigError, Interrupted
-from ddp_hydra.job.job_config import rank_log_config
+from ddp_hydra.job.job_config import settings_of_hydra
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.run_dir import HYDRA, has_record, hold, refuse_other_run
 from ddp_hydra.runs.describe import status_of
@@ -59,7 +60,8 @@ class ComposedConfig:
         cfg: the config, without Hydra's own part.
         overrides: of the job, after the overrides of a run that it resumes.
         run_dir: the folder for its results.
-        log_config: how its ranks log.
+        variables: of the environment, which Hydra sets for a job.
+        rank_settings: what Hydra's part of the config says of its ranks.
 
     Raises:
         ConfigError: an argument is not an override, there is no such config, or a value has the wrong type.
@@ -75,7 +77,9 @@ class ComposedConfig:
         cfg = compose(read_words([*options, *words]))
         self.overrides = typed_words(cfg.hydra)
         self.run_dir = Path(cfg.hydra.run.dir)
-        self.log_config = rank_log_config(cfg.hydra)
+        self.variables = {str(name): str(value) for name, value in (cfg.hydra.job.get("env_set") or {}).items()}
+        with env_override(self.variables):
+            self.rank_settings = settings_of_hydra(cfg.hydra)
         self._hydra = OmegaConf.masked_copy(cfg, "hydra")
         with open_dict(cfg):
             del cfg["hydra"]
@@ -356,8 +360,9 @@ class StartedRun(Run):
 
     def perform(self) -> None:
         """Run the job in this thread."""
-        with interrupted(f"interrupted: {self.dir} has no checkpoint yet"):
-            run_job(self._job.cfg, self.dir, self._job.overrides, stop=self._stop, log_config=self._job.log_config)
+        job = self._job
+        with interrupted(f"interrupted: {self.dir} has no checkpoint yet"), env_override(job.variables):
+            run_job(job.cfg, self.dir, job.overrides, stop=self._stop, rank_settings=job.rank_settings)
 
     def _work(self) -> None:
         try:

@@ -97,6 +97,12 @@ def sets_variables(word: str) -> bool:
     return key == ENV_SET or key.startswith(f"{ENV_SET}.")
 
 
+def variables_of_job(job: Any) -> dict[str, str]:
+    """Return the environment variables that a job's config names, as they are here while Hydra runs the job."""
+    names = (*(job.get("env_copy") or ()), *(job.get("env_set") or ()))
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def variables_of(words: Sequence[str]) -> dict[str, Any]:
     """Return what overrides put into `ENV_SET`, as far as Hydra can read them; None for what they remove from it."""
     found: dict[str, Any] = {}

@@ -62,7 +62,7 @@ class InferenceJob:
         if self.is_here:
             check_faults(self.cfg, self.faults, 1)
         own = {"overrides": self.overrides, "groups": self.groups, "split": self.split, "trust": self.trust}
-        own |= {"faults": list(self.faults), "environment": self.environment}
+        own["faults"] = list(self.faults)
         receive, run = receive or (lambda record, fetch: None), self.run_here if self.is_here else self.run_on_dask
         values = run(fn, lambda: own | more(), receive, packed)
         if reason := next((value["interrupted"] for value in values if value["interrupted"]), ""):
@@ -86,7 +86,8 @@ class InferenceJob:
                 from ddp_hydra.dispatch.call import Call
                 from ddp_hydra.dispatch.gang import Gang
 
-            gang = Gang(client, project=packed, settings=gang_settings(self.cfg, name="inference", pip=pip))
+            settings = gang_settings(self.cfg, name="inference", pip=pip, variables=self.environment)
+            gang = Gang(client, project=packed, settings=settings)
 
             def call(number: int, world_size: int) -> Call:
                 if number == 0:

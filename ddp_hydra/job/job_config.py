@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
 from ddp_hydra.config import project, rank_batch, redact, targets, unknown_keys, validate
+from ddp_hydra.config.hydra_compat import variables_of_job
 from ddp_hydra.console.text import expanded
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank import fault_injection, torchrun
@@ -139,15 +140,23 @@ def gang_settings(cfg: DictConfig, **more: Any) -> GangSettings:
     return GangSettings.make({str(name): value for name, value in settings.items()} | own | more)
 
 
-def rank_log_config(hydra_cfg: Any = None) -> dict[str, Any]:
-    """Return how ranks log, as `logging.config.dictConfig` takes it; {} where Hydra is to set up no logging.
+def settings_of_hydra(hydra_cfg: Any = None) -> dict[str, Any]:
+    """Return the settings of a gang that Hydra's part of a config gives.
 
-    Levels and format are those of `hydra.job_logging` and `hydra.verbose`, of the job that Hydra runs here if no part
-    of a config is given. All goes to a rank's stderr, which is its log: files of the command are not for several
-    processes, or may be on another host.
+    Args:
+        hydra_cfg: None for that of the job that Hydra runs here.
     """
     if hydra_cfg is None:
         hydra_cfg = HydraConfig.get() if HydraConfig.initialized() else OmegaConf.create({})
+    return {"log_config": rank_log_config(hydra_cfg), "variables": variables_of_job(hydra_cfg.get("job") or {})}
+
+
+def rank_log_config(hydra_cfg: Any) -> dict[str, Any]:
+    """Return how ranks log, as `logging.config.dictConfig` takes it; {} where Hydra is to set up no logging.
+
+    Levels and format are those of `hydra.job_logging` and `hydra.verbose`. All goes to a rank's stderr, which is its
+    log: files of the command are not for several processes, or may be on another host.
+    """
     given, verbose = hydra_cfg.get("job_logging") or OmegaConf.create({}), hydra_cfg.get("verbose", False)
     root = given.get("root", OmegaConf.create({"level": "INFO"}))
     if root is None or root.get("handlers") == []:

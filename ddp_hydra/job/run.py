@@ -36,8 +36,8 @@ from ddp_hydra.job.job_config import (
     find_weights,
     gang_settings,
     packed_project,
-    rank_log_config,
     ranks_per_worker,
+    settings_of_hydra,
     weights_path,
 )
 from ddp_hydra.job.run_dir import (
@@ -87,14 +87,15 @@ def run_job(
     overrides: Sequence[str] = (),
     remote: RemoteContext | None = None,
     stop: threading.Event | None = None,
-    log_config: dict[str, Any] | None = None,
+    rank_settings: dict[str, Any] | None = None,
 ) -> float | None:
     """Train one job.
 
     Args:
         remote: the driver's part, if a driver runs the job.
         stop: asks a job on a cluster to save a checkpoint and end, as Ctrl-C does in the main thread.
-        log_config: how the ranks log; None for what the job that Hydra runs here says, see `rank_log_config`.
+        rank_settings: what Hydra's part of the config says of the ranks; None for that of the job that Hydra runs here,
+            see `settings_of_hydra`.
 
     Returns:
         The objective's last value, for sweepers.
@@ -104,8 +105,8 @@ def run_job(
         Interrupted: the job was asked to end, or its time was up; its state is saved.
     """
     find_paths(cfg)
-    if log_config is None:
-        log_config = remote.spec.log_config if remote else rank_log_config()
+    if rank_settings is None:
+        rank_settings = remote.spec.rank_settings if remote else settings_of_hydra()
     if cfg.dry_run:
         check(cfg)
         config = schema.resolved(cfg)
@@ -138,8 +139,8 @@ def run_job(
             connection.load()
             from ddp_hydra.job.remote.client import run_remote_job
 
-            return run_remote_job(cfg, run_dir, overrides, log_config)
-        return train(cfg, run_dir, overrides, remote, stop, log_config)
+            return run_remote_job(cfg, run_dir, overrides, rank_settings)
+        return train(cfg, run_dir, overrides, remote, stop, rank_settings)
 
 
 def refuse_restart(run_dir: Path) -> None:
@@ -158,7 +159,7 @@ def train(
     overrides: Sequence[str],
     remote: RemoteContext | None,
     stop: threading.Event | None,
-    log_config: dict[str, Any],
+    rank_settings: dict[str, Any],
 ) -> float | None:
     shown_dir = remote.spec.url if remote else shown_path(run_dir)
     with summarised(run_dir, cfg, shown_dir) as summary, ExitStack() as stack:
@@ -190,7 +191,7 @@ def train(
             summary.profile = "profile/table.md"
         logged = remote.spec.logged if remote else loggers.describe(cfg, run_dir)
         senders = stack.enter_context(loggers.session(cfg, run_dir, logged, remote.spec.project if remote else None))
-        job = Job(run_dir, cfg, config, files, summary, remote, saved_config, senders, log_config)
+        job = Job(run_dir, cfg, config, files, summary, remote, saved_config, senders, rank_settings)
         if is_held(run_dir):
             job.on_begin = partial(stack.enter_context, session)
         result = read_result(job.run_here() if connect.is_inline(cfg.cluster) else job.run_on_dask(packed, stop))
@@ -228,7 +229,7 @@ class Job:
         files: files of the client that rank 0 needs, by name: "resume", a checkpoint; "weights", to start with.
         saved_config: the config as checkpoints contain it; None for all of it but the cluster.
         loggers: further writers, which get each record last.
-        log_config: how the ranks log; see `rank_log_config`.
+        rank_settings: see `settings_of_hydra`.
         on_begin: what is to be done when the job begins to train in the run directory of an earlier run.
     """
 
@@ -240,7 +241,7 @@ class Job:
     remote: RemoteContext | None = None
     saved_config: dict[str, Any] | None = None
     loggers: Sequence[Writer] = ()
-    log_config: dict[str, Any] = field(default_factory=dict)
+    rank_settings: dict[str, Any] = field(default_factory=dict)
     on_begin: Callable[[], Any] = lambda: None
 
     def __post_init__(self) -> None:
@@ -313,7 +314,7 @@ class Job:
                 from ddp_hydra.dispatch.gang import Gang
 
             cwd = self.remote.spec.cwd if self.remote else ""
-            settings = gang_settings(self.cfg, name="job", pip=pip, cwd=cwd, log_config=self.log_config)
+            settings = gang_settings(self.cfg, name="job", pip=pip, cwd=cwd, **self.rank_settings)
             gang = Gang(client, project=packed, stop=stop, settings=settings)
             try:
                 with self.handler(gang.fetch) as handler:

@@ -48,7 +48,9 @@ def of_rank(
         error_file: where torch's `record` writes the error of a script.
         gpu: position of the rank's GPU among the visible ones; None where there are none.
     """
-    variables = without_dasks_limits(os.environ) | of_place(spec)
+    # The worker has its GPUs from its cluster.
+    given = {name: value for name, value in job.settings.variables.items() if name != "CUDA_VISIBLE_DEVICES"}
+    variables = without_dasks_limits(os.environ) | given | of_place(spec)
     variables |= {
         "ROLE_NAME": "default",
         "TORCHELASTIC_RUN_ID": job.gang,

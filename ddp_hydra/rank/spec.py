@@ -84,6 +84,7 @@ class GangSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         sweep: the sweep that this job belongs to, where several wait for workers.
         cwd: working folder of the ranks, where their host has it; "" for this process's.
         log_config: how the ranks log, as `logging.config.dictConfig` takes it; {} leaves it to the function.
+        variables: of the environment of each rank, as Hydra sets them for a job.
     """
 
     name: str = "gang"
@@ -112,6 +113,7 @@ class GangSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sweep: str = ""
     cwd: str = ""
     log_config: dict[str, Any] = {}
+    variables: dict[str, str] = {}
 
     @classmethod
     def make(cls, settings: Mapping[str, Any]) -> GangSettings:

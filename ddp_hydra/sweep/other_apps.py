@@ -16,7 +16,7 @@ from hydra.core.utils import configure_log, env_override, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from ddp_hydra.config.hydra_compat import allowing, targets_allowed_by
+from ddp_hydra.config.hydra_compat import allowing, targets_allowed_by, variables_of_job
 
 
 def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[[DictConfig], Any]:
@@ -27,7 +27,7 @@ def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[
         from ddp_hydra.writers.handler import ResultsHandler, default_writers
 
         hydra_cfg = HydraConfig.get()
-        folder, variables = Path(hydra_cfg.runtime.output_dir), variables_of(hydra_cfg.job)
+        folder, variables = Path(hydra_cfg.runtime.output_dir), variables_of_job(hydra_cfg.job)
         with_it = HydraConfig.instance().cfg, Singleton.get_state(), targets_allowed_by(context), variables
         call = pickled_call(task, (cfg, *with_it), {})
         with connect.connect(DictConfig({})) as client:
@@ -38,11 +38,6 @@ def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[
                 return gang.run("ddp_hydra.sweep.other_apps:run_task", call, sys.path)[0]
 
     return run
-
-
-def variables_of(job: Any) -> dict[str, str]:
-    """Return the environment variables that a job's config names, as they are here while Hydra runs the job."""
-    return {name: os.environ[name] for name in (*job.env_copy, *job.env_set) if name in os.environ}
 
 
 def run_task(call: bytes, path: list[str]) -> Any:

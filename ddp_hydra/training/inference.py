@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -60,8 +59,6 @@ class Inference:
 @contextmanager
 def opened(job: Mapping[str, Any], checkpoint: str, world: World) -> Iterator[Inference]:
     # A collective.
-    for name, value in job["environment"].items():
-        os.environ.setdefault(name, value)
     fault_injection.activate(job["faults"])
     heartbeat.at("start", 0)
     content = sharded_checkpoint.send(lambda: load_run.needed(read(Path(checkpoint), whole=False)), world)

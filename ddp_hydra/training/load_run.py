@@ -35,7 +35,7 @@ from ddp_hydra.training.data_description import DataDescription, shown
 from ddp_hydra.training.lr_schedules import FactorLR, first_rate, own_rate
 from ddp_hydra.training.parallel import Parallel, weights
 from ddp_hydra.training.sharded_checkpoint import PARTS_IN
-from ddp_hydra.training.state import ByName, TrainingState, each
+from ddp_hydra.training.state import ByName, TrainingState, defaults, each
 
 
 @dataclass
@@ -213,13 +213,13 @@ class OptimizerSettings:
 
     def put_back(self) -> None:
         for group, new in zip(self.optimizer.param_groups, self.groups, strict=True):
-            changed = self.optimizer.defaults.keys() if self.is_other_optimizer else self.changed
+            changed = defaults(self.optimizer).keys() if self.is_other_optimizer else self.changed
             group.update({key: new[key] for key in changed if key in new and key != "lr"})
             if self.is_other_optimizer:
                 for key in group.keys() - new.keys() - {"params", "initial_lr"}:
                     del group[key]
             if self.is_other_schedule:  # torch's schedules keep some of their settings there, and cycle others
-                group.update({key: value for key, value in new.items() if key not in self.optimizer.defaults})
+                group.update({key: value for key, value in new.items() if key not in defaults(self.optimizer)})
                 cycled = ("momentum", "betas") if "max_momentum" in {**group, **new} else ()
                 group.update({key: new[key] for key in ("lr", "initial_lr", *cycled) if key in new})
         if self.may_have_other_rates and not self.is_other_schedule:

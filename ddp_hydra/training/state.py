@@ -181,7 +181,7 @@ class TrainingState:
             for name, optimizer in each(self.optimizer):
                 needed = needed_settings(optimizer)
                 unsaved = [
-                    {key: group[key] for key in optimizer.defaults.keys() & group.keys() - needed}
+                    {key: group[key] for key in defaults(optimizer).keys() & group.keys() - needed}
                     for group in optimizer.param_groups
                 ]
                 numbered = by_numbers(optimizer, names, saved[name] if name else saved)
@@ -196,7 +196,8 @@ class TrainingState:
                     part.load_state_dict(content[name])
             vars(self.position).update(content["position"])
         except (KeyError, TypeError, ValueError) as error:
-            what = f"the checkpoint does not fit this optimizer and schedule ({error})"
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+            what = f"the checkpoint does not fit this optimizer and schedule ({reason})"
             raise CheckpointError(f"{what}: resume with the config it was made with") from error
         self.best, self.validations = content["best"], content["validations"]
         self.validation_due, self.unfrozen = content["validation_due"], content.get("unfrozen") or []
@@ -279,7 +280,12 @@ def needed_settings(optimizer: Optimizer) -> set[str]:
     # Torch adds to the defaults, and an optimizer may save some of its settings only.
     state, own = optimizer.state_dict(), optimizer.param_groups
     groups = state["param_groups"] if _is_by_numbers(state, sum(len(group["params"]) for group in own)) else own
-    return optimizer.defaults.keys() & own[0].keys() & groups[0].keys()
+    return defaults(optimizer).keys() & own[0].keys() & groups[0].keys()
+
+
+def defaults(optimizer: Optimizer) -> dict[str, Any]:
+    # One that wraps another, as schedulefree's, may have none.
+    return getattr(optimizer, "defaults", {})
 
 
 def load_slots(optimizer: Optimizer, state: dict[str, Any], retyped: Container[nn.Parameter]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import pytest
 from distributed import Client
 from omegaconf import OmegaConf
 
+import ddp_hydra
 from ddp_hydra import dispatch
 from ddp_hydra.config.project import layers, pack
 from ddp_hydra.errors import ConfigError, RankFailed
@@ -53,6 +55,28 @@ def test_an_edited_model_takes_effect_in_the_next_job_and_the_run_record_tells(o
     assert second[0] != first[0]
 
 
+def test_ranks_on_a_living_cluster_have_the_variables_that_hydra_sets(own_project, tmp_path, monkeypatch):
+    model = own_project / "models" / "tiny.py"
+    told = "print('I have', os.environ.get('MY_SCALE'), os.environ.get('MY_HOME'))"
+    source = model.read_text().replace("self.tell = tell", f"self.tell = tell; {told}")
+    model.write_text(source.replace("import torch\n", "import os\n\nimport torch\n", 1))
+    monkeypatch.chdir(own_project)
+    monkeypatch.setenv("MY_SCALE", "1")
+
+    def told_by(*words: str) -> list[str]:
+        run = ddp_hydra.run([*TINY, f"hydra.run.dir={tmp_path / str(len(words))}", *words])
+        return re.findall("I have (.*)", (run.dir / "logs" / "rank-1.log").read_text())
+
+    assert told_by() == ["None None"], "the workers were there before"
+    given = [
+        "+hydra.job.env_set.MY_SCALE=100",
+        "+hydra.job.env_set.MY_HOME='${oc.env:HOME}'",
+        "trainer.log_every_steps=9",
+    ]
+    assert told_by(*given) == [f"100 {Path.home()}"]
+    assert os.environ["MY_SCALE"] == "1"
+
+
 def test_what_a_model_logs_is_in_the_logs_of_its_own_job_alone(own_project, client2, tmp_path):
     """Ranks are forks of one server, which keeps nothing of a job; a function sets up its own logging."""
     model = own_project / "models" / "tiny.py"
@@ -63,8 +87,8 @@ def test_what_a_model_logs_is_in_the_logs_of_its_own_job_alone(own_project, clie
 
     def logged(**hydra_cfg: object) -> list[tuple[str, ...]]:
         folder = tmp_path / "-".join(["run", *map(str, hydra_cfg.values())])
-        config = rank_log_config(OmegaConf.create(hydra_cfg)) if hydra_cfg else None
-        run_job(configured(own_project, *TINY), folder, log_config=config)
+        given = {"log_config": rank_log_config(OmegaConf.create(hydra_cfg))} if hydra_cfg else None
+        run_job(configured(own_project, *TINY), folder, rank_settings=given)
         return re.findall(r"^\[.*,\d\d\d\]\[(.*)\]\[(.*)\] - (.*)$", (folder / "logs" / "rank-1.log").read_text(), re.M)
 
     debug, info = (("models.tiny", level.upper(), f"{level} of mine") for level in ("debug", "info"))

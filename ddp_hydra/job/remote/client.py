@@ -59,17 +59,17 @@ class StartedDriver(NamedTuple):
 
 
 def run_remote_job(
-    cfg: DictConfig, run_dir: Path, overrides: Sequence[str], log_config: dict[str, Any]
+    cfg: DictConfig, run_dir: Path, overrides: Sequence[str], rank_settings: dict[str, Any]
 ) -> float | None:
     """Run a job whose results go to `results.root`; the local run directory gets only a summary and the URL."""
     if cfg.detach:
-        with started_driver(cfg, run_dir, overrides, log_config) as (_, driver):
+        with started_driver(cfg, run_dir, overrides, rank_settings) as (_, driver):
             _print_commands("the run goes on by itself", driver.spec.url)
         return None
     messages: Messages = queue.SimpleQueue()
     with (
         summarised(run_dir, cfg) as summary,
-        started_driver(cfg, run_dir, overrides, log_config, messages) as (client, driver),
+        started_driver(cfg, run_dir, overrides, rank_settings, messages) as (client, driver),
     ):
         print(f"results: {driver.spec.url}")  # noqa: T201
         summary.results = driver.spec.url  # also where the end is not waited for
@@ -84,7 +84,7 @@ def started_driver(
     cfg: DictConfig,
     run_dir: Path,
     overrides: Sequence[str],
-    log_config: dict[str, Any],
+    rank_settings: dict[str, Any],
     messages: Messages | None = None,
 ) -> Iterator[tuple[Any, StartedDriver]]:
     """Start a driver on the cluster of a config; without `messages`, which get its own, it outlives this command."""
@@ -110,7 +110,7 @@ def started_driver(
             client=None if messages is None else client.id,
             sweep=connect.sweep(),
             logged=loggers.describe(cfg, run_dir, url),
-            log_config=log_config,
+            rank_settings=rank_settings,
             resume=_send_checkpoint(client, worker, name, cfg.resume),
             is_resumed=is_resumed,
             max_restarts=cfg.dispatch.max_restarts if cfg.detach else 0,

@@ -59,7 +59,7 @@ class DriverSpec:
         is_resumed: it resumes the run that has left its results there.
         max_restarts: how many more drivers may follow, each when the one before is lost.
         is_restart: whether another driver has run this job before.
-        log_config: how the ranks log.
+        rank_settings: what Hydra's part of the config says of the ranks.
         expected: how many workers the command has waited for; None: no number was asked for.
     """
 
@@ -78,7 +78,7 @@ class DriverSpec:
     is_resumed: bool = False
     max_restarts: int = 0
     is_restart: bool = False
-    log_config: dict[str, Any] = field(default_factory=dict)
+    rank_settings: dict[str, Any] = field(default_factory=dict)
     expected: int | None = None
 
 

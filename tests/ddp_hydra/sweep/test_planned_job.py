@@ -21,7 +21,7 @@ from hydra.errors import InstantiationException
 from hydra.types import HydraContext
 from omegaconf import OmegaConf, open_dict
 
-from ddp_hydra.config.hydra_compat import VERSION_BASE, allowing, targets_allowed_by
+from ddp_hydra.config.hydra_compat import VERSION_BASE, allowing, targets_allowed_by, variables_of_job
 from ddp_hydra.dispatch.call import pickled_call
 from ddp_hydra.errors import ConfigError, Failure, RankFailed
 from ddp_hydra.sweep import other_apps, planned_job
@@ -265,7 +265,7 @@ def test_on_a_rank_the_variables_of_a_jobs_config_are_set_while_its_task_runs(mo
     for name, value in {"PLACE": "here", "TOKEN": "a"}.items():  # as Hydra has set them around the launcher's task
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NOT_SET", raising=False)
-    variables = other_apps.variables_of(job)
+    variables = variables_of_job(job)
     for name in ("PLACE", "TOKEN"):
         monkeypatch.delenv(name)
     task = pickled_call(lambda _: dict(os.environ), ({}, None, Singleton.get_state(), None, variables), {})

@@ -280,3 +280,29 @@ def test_an_optimizer_that_needs_second_derivatives_is_told(train):
     said = r"optimizer: the step\(\) of SecondOrder needs gradients of loss.backward\(create_graph=True\)"
     with pytest.raises(ConfigError, match=said):
         train(whole=own("SecondOrder", lr=0.1))
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Wraps another optimizer without settings of its own, as schedulefree's does."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.base = torch.optim.SGD(params, lr=lr, momentum=0.9)
+
+    param_groups = property(lambda self: self.base.param_groups)
+    state = property(lambda self: self.base.state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+
+def test_an_optimizer_may_wrap_another_one(train):
+    check_resume(train, ("forward", 5), whole=own("Wrapper", lr=0.1))
