@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from ddp_hydra.config import project, redact, references, schema, unknown_keys
+from ddp_hydra.config import env_values, project, redact, references, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import (
     CONFIG_DIR,
     ENV_SET,
@@ -48,7 +48,7 @@ from ddp_hydra.config.redact import HIDDEN
 from ddp_hydra.console import text
 from ddp_hydra.console.signals import held_back
 from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError
-from ddp_hydra.job.run_dir import HYDRA, has_record, hold, is_resumed, remove_unused
+from ddp_hydra.job.run_dir import HYDRA, has_record, hold, is_resumed, kept_environment, remove_unused
 from ddp_hydra.rank import torchrun
 from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.storage.run_ref import RunRef
@@ -412,6 +412,13 @@ def _variables_of_run(run: str) -> dict[str, str]:
 def _environment(variables: dict[str, str]) -> Iterator[dict[str, str]]:
     with utils.env_override(variables):
         yield variables
+
+
+def tell_environment(run: str, cfg: DictConfig) -> None:
+    """Say which values of a run's config the environment gave otherwise, where `cfg` writes them alike."""
+    now = env_values.values_of(cfg)
+    for line in env_values.changes(kept_environment(run, cfg) if now else {}, now):
+        print(f"ddp_hydra: {line}: the environment is not the run's", file=sys.stderr)  # noqa: T201
 
 
 def saved_config(run: str) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,15 +17,23 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from ddp_hydra.cli.commands import parse
-from ddp_hydra.cli.compose import compose, environment_of, hydra_of, key_of, saved_config, with_faults, with_sources
-from ddp_hydra.config import checkpoint_config, env_values, redact
+from ddp_hydra.cli.compose import (
+    compose,
+    environment_of,
+    hydra_of,
+    key_of,
+    saved_config,
+    tell_environment,
+    with_faults,
+    with_sources,
+)
+from ddp_hydra.config import checkpoint_config, redact
 from ddp_hydra.config.schema import SCHEMAS
 from ddp_hydra.console.text import expanded
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job import predictions
 from ddp_hydra.job.inference import EVALUATE, PREDICT, InferenceJob, on_ranks
 from ddp_hydra.job.predictions import PLAN, Parts
-from ddp_hydra.job.run_dir import kept_environment
 from ddp_hydra.storage.files import new_folder
 from ddp_hydra.storage.manifest import state_file
 from ddp_hydra.storage.run_ref import RunRef
@@ -211,9 +218,7 @@ def prepared_inference(
         cfg = fresh
     else:
         cfg = checkpoint_config.changed(saved, changes, groups)
-        environment_now = env_values.values_of(cfg)
-        for line in env_values.changes(kept_environment(run, cfg) if environment_now else {}, environment_now):
-            print(f"ddp_hydra: {line}: the environment is not the run's", file=sys.stderr)  # noqa: T201
+        tell_environment(run, cfg)
     for name, schema in SCHEMAS.items():
         cfg = checkpoint_config.changed(cfg, groups={name: OmegaConf.merge(OmegaConf.structured(schema), cfg[name])})
     for secret in redact.hidden({"cluster": OmegaConf.to_container(cfg.cluster)}):

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, make_dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,8 @@ from rich.cells import cell_len
 
 from ddp_hydra.checked import finite_number
 from ddp_hydra.cli.commands import parse_all
-from ddp_hydra.config import project
+from ddp_hydra.cli.compose import environment_of, saved_config, tell_environment
+from ddp_hydra.config import checkpoint_config, env_values, project
 from ddp_hydra.config.hydra_compat import CONFIG_DIR
 from ddp_hydra.console.text import after, counted, duration, meant, printable, size_text
 from ddp_hydra.errors import ConfigError, Interrupted
@@ -160,8 +161,10 @@ def tag(words: Sequence[str]) -> None:
 
 def reproduce(words: Sequence[str]) -> None:
     runs, options = runs_and_options(words, ReproduceOptions, 1, "reproduce")
-    again = details.reproduction(run_files.open_run(runs[0]))
+    again = details.reproduction(files := run_files.open_run(runs[0]))
     print(again_text(again), file=sys.stderr)  # noqa: T201
+    with suppress(ConfigError), environment_of(runs[0]) if files.read(env_values.FILE) else nullcontext():
+        tell_environment(runs[0], checkpoint_config.changed(saved_config(runs[0]) or {}))
     if not options.run:
         variable = [f"{project.VARIABLE}={shlex.quote(again.kept)}"] if again.kept else []
         print(shown(" ".join([*variable, shlex.join(["ddp-hydra", *again.words])])))  # noqa: T201

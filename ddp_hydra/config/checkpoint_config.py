@@ -20,7 +20,7 @@ from omegaconf.errors import (
 )
 
 from ddp_hydra.config import redact, references
-from ddp_hydra.config.schema import Config, missing_key, number_types
+from ddp_hydra.config.schema import Config, missing_key, number_types, why_unresolved
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
@@ -79,7 +79,7 @@ def composed(
         resolved = OmegaConf.create(_resolved(cfg, without))
     except OmegaConfBaseException as error:
         key, is_missing = missing_key(error), isinstance(error, InterpolationToMissingValueError)
-        reason = "it has no value" if is_missing else str(error).splitlines()[0]
+        reason = "it has no value" if is_missing else why_unresolved(error)
         raise ConfigError(f"{key}: {reason}: give {key}=<value>") from error
     OmegaConf.set_struct(resolved, True)
     return resolved

@@ -224,10 +224,10 @@ def unresolved(error: InterpolationResolutionError) -> str:
     """Return a sentence that says which interpolation of a config has no value, and why."""
     node = error.parent_node
     raw = dict(redact.leaves(OmegaConf.to_container(node._get_root()))) if node is not None else {}
-    return f"{error.full_key}={raw.get(str(error.full_key), '')}: {_why_unresolved(error)}"
+    return f"{error.full_key}={raw.get(str(error.full_key), '')}: {why_unresolved(error)}"
 
 
-def _why_unresolved(error: InterpolationResolutionError) -> str:
+def why_unresolved(error: OmegaConfBaseException) -> str:
     first = str(error).splitlines()[0]
     if isinstance(error, UnsupportedInterpolationType):
         return f"{first}: give ${{<key>}}, or ${{oc.env:<NAME>}} for a variable of the environment"

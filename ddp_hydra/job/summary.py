@@ -14,7 +14,7 @@ from msgspec import Struct
 from omegaconf import DictConfig
 
 from ddp_hydra.checked import Count, Finite
-from ddp_hydra.config import project, unknown_keys
+from ddp_hydra.config import project, redact, unknown_keys
 from ddp_hydra.console import text
 from ddp_hydra.console.text import TRACE_CHARS, counted, message_of, printable, shorten, traceback_of, typed
 from ddp_hydra.errors import ClusterError, DdpHydraError, Failure, RankFailed, RecordError
@@ -72,7 +72,7 @@ def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[
     may start it again then, and reads why it has ended.
     """
     shown_dir = shown_dir or shown_path(run_dir)
-    summary = Summary(status="failed", tags=[str(tag) for tag in cfg.tags])
+    summary = Summary(status="failed", tags=redact.without([str(tag) for tag in cfg.tags]))
     try:
         with summary_written(run_dir, summary, lambda: is_held(run_dir) and not _has_own(summary)):
             yield summary

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.api import ComposedConfig
+from ddp_hydra.cli import runs
 from ddp_hydra.cli.inference import predict, prepared_inference
 from ddp_hydra.config import env_values
 from ddp_hydra.errors import CheckpointError, ConfigError
@@ -51,7 +52,10 @@ def test_values_that_the_environment_gives_otherwise_are_told(tmp_path, monkeypa
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("SCALE", "2.5")
     prepared_inference("run", Path("last.pt"), "val", [])
-    assert capsys.readouterr().err == "ddp_hydra: data.val.scale 4 -> 2.5: the environment is not the run's\n"
+    told = "ddp_hydra: data.val.scale 4 -> 2.5: the environment is not the run's\n"
+    assert capsys.readouterr().err == told
+    runs.reproduce(["run"])
+    assert capsys.readouterr().err.endswith(told)
     prepared_inference("run", Path("last.pt"), "val", ["data.val.scale=4"])
     monkeypatch.setenv("SEED", "2")
     prepared_inference("run", Path("last.pt"), "val", ["data.val.scale=4", "trainer.threads=1"])

@@ -61,7 +61,9 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
 
 
 def test_a_job_that_is_done_says_so_and_returns_its_objective(returned, tmp_path, capsys):
-    cfg = config(tags=["a"], objective__metric="val/accuracy", data__val={"_target_": "a.Set"})
+    cfg = config(
+        tags=["a", "https://me:word@host/x"], objective__metric="val/accuracy", data__val={"_target_": "a.Set"}
+    )
     assert run_job(cfg, tmp_path / "run") == 0.5
     summary = summary_of(tmp_path / "run")
     assert {
@@ -71,7 +73,7 @@ def test_a_job_that_is_done_says_so_and_returns_its_objective(returned, tmp_path
         "status": "done",
         "steps": 20,
         "samples": 160,
-        "tags": ["a"],
+        "tags": ["a", "https://***@host/x"],
         "failure": None,
         "interrupted": "",
         "stopped_early": "",
