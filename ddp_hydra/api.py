@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,9 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import env_override
 from msgspec import to_builtins
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.cli import inference
 from ddp_hydra.cli.compose import compose, environment_of, read_words
@@ -22,6 +26,7 @@ from ddp_hydra.cluster.connection import Scheduler, workers_of
 from ddp_hydra.config import references
 from ddp_hydra.config.hydra_compat import typed_words
 from ddp_hydra.config.schema import Handler
+from ddp_hydra.config.unknown_keys import explain
 from ddp_hydra.console import text
 from ddp_hydra.console.signals import held_back, print_line
 from ddp_hydra.dispatch import background
@@ -60,7 +65,6 @@ class ComposedConfig:
         cfg: the config, without Hydra's own part.
         overrides: of the job, after the overrides of a run that it resumes.
         run_dir: the folder for its results.
-        variables: of the environment, which Hydra sets for a job.
         rank_settings: what Hydra's part of the config says of its ranks.
 
     Raises:
@@ -77,13 +81,32 @@ class ComposedConfig:
         cfg = compose(read_words([*options, *words]))
         self.overrides = typed_words(cfg.hydra)
         self.run_dir = Path(cfg.hydra.run.dir)
-        self.variables = {str(name): str(value) for name, value in (cfg.hydra.job.get("env_set") or {}).items()}
-        with env_override(self.variables):
-            self.rank_settings = settings_of_hydra(cfg.hydra)
+        self.rank_settings = settings_of_hydra(cfg.hydra)
+        self._whole = copy.deepcopy(cfg) if cfg.hydra.job.get("env_set") else None
         self._hydra = OmegaConf.masked_copy(cfg, "hydra")
         with open_dict(cfg):
             del cfg["hydra"]
         self.cfg = cfg
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables of `hydra.job.env_set`, which Hydra sets for a job.
+
+        Raises:
+            ConfigError: one has no value.
+        """
+        if (cfg := self._whole) is None:
+            return {}
+        hydra_config = HydraConfig.instance()
+        before = hydra_config.cfg
+        try:
+            with read_write(cfg.hydra), open_dict(cfg.hydra):
+                cfg.hydra.runtime.output_dir = str(self.run_dir.absolute())
+            hydra_config.set_config(cfg)  # the resolver hydra reads it
+            return {str(name): str(cfg.hydra.job.env_set[name]) for name in cfg.hydra.job.env_set}
+        except OmegaConfBaseException as error:
+            raise ConfigError(explain(error) or f"hydra.job.env_set: {str(error).splitlines()[0]}") from error
+        finally:
+            hydra_config.cfg = before
 
     def save(self) -> None:
         """Write `.hydra/` of the run directory, without secrets, as Hydra does for the command."""
@@ -361,7 +384,7 @@ class StartedRun(Run):
     def perform(self) -> None:
         """Run the job in this thread."""
         job = self._job
-        with interrupted(f"interrupted: {self.dir} has no checkpoint yet"), env_override(job.variables):
+        with interrupted(f"interrupted: {self.dir} has no checkpoint yet"):
             run_job(job.cfg, self.dir, job.overrides, stop=self._stop, rank_settings=job.rank_settings)
 
     def _work(self) -> None:
@@ -450,13 +473,21 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str | 
         if not wait and (cluster.is_inline(job.cfg.cluster) or job.cfg.results.handler is Handler.cluster):
             what = "cluster=inline" if cluster.is_inline(job.cfg.cluster) else "results.handler=cluster"
             raise ConfigError(f"wait=False with {what}: this runs in the calling thread; leave out wait=False")
+        job.rank_settings["variables"] |= (variables := job.variables())
+        for name in variables:
+            if not wait and re.search(rf"\$\{{oc\.env:\s*{re.escape(name)}\b", OmegaConf.to_yaml(job.cfg)):
+                raise ConfigError(
+                    f"wait=False: the config reads {name}, and hydra.job.env_set.{name} would change the environment "
+                    f"of this program, which goes on: set os.environ[{name!r}] before, or leave out wait=False"
+                )
         if not job.cfg.dry_run:
             with locked(job.run_dir):
                 refuse_other_run(job.run_dir, job.cfg.resume)
                 job.save()
     started = StartedRun(job)
     if wait:
-        started.perform()
+        with env_override(variables):
+            started.perform()
     else:
         background.stop_at_exit(started, started.stop, started._end_with_program)
         started._thread.start()

@@ -202,7 +202,8 @@ def explain(error: BaseException) -> str | None:
         word = str(error.override)
         key, is_given, value = word.partition("=")
         reason = typed.removeprefix(f"Error parsing override '{word}'\n").splitlines()[0]
-        advice = f"quote the value, {text.typed(key, value)}" if is_given else f"give {word}=<value>"
+        quoted = text.typed(key, value).replace(r"\${", "${")  # interpolations stay
+        advice = f"quote the value, {quoted}" if is_given else f"give {word}=<value>"
         if plain_list := re.fullmatch(r"\[([^][{}'\"]+)\]", value):
             items = ",".join(text.quoted(item.strip()) for item in plain_list[1].split(","))
             advice = "quote the items, " + shlex.quote(f"{key}=[{items}]")

@@ -48,9 +48,7 @@ def of_rank(
         error_file: where torch's `record` writes the error of a script.
         gpu: position of the rank's GPU among the visible ones; None where there are none.
     """
-    # The worker has its GPUs from its cluster.
-    given = {name: value for name, value in job.settings.variables.items() if name != "CUDA_VISIBLE_DEVICES"}
-    variables = without_dasks_limits(os.environ) | given | of_place(spec)
+    variables = without_dasks_limits(os.environ) | of_job(job.settings.variables) | of_place(spec)
     variables |= {
         "ROLE_NAME": "default",
         "TORCHELASTIC_RUN_ID": job.gang,
@@ -66,6 +64,11 @@ def of_rank(
     own = spec.local_rank if gpu is None else gpu
     # A script takes the GPU of its local rank.
     return variables | own_gpu_first(variables, own if job.makes_group else own - spec.local_rank)
+
+
+def of_job(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a job is given, without GPUs: a worker has these from its cluster."""
+    return {name: value for name, value in variables.items() if name != "CUDA_VISIBLE_DEVICES"}
 
 
 def of_place(spec: RankSpec) -> dict[str, str]:

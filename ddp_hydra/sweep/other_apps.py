@@ -24,10 +24,11 @@ def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[
         from ddp_hydra.cluster import connect
         from ddp_hydra.dispatch.call import pickled_call
         from ddp_hydra.dispatch.gang import Gang
+        from ddp_hydra.rank.environment import of_job
         from ddp_hydra.writers.handler import ResultsHandler, default_writers
 
         hydra_cfg = HydraConfig.get()
-        folder, variables = Path(hydra_cfg.runtime.output_dir), variables_of_job(hydra_cfg.job)
+        folder, variables = Path(hydra_cfg.runtime.output_dir), of_job(variables_of_job(hydra_cfg.job))
         with_it = HydraConfig.instance().cfg, Singleton.get_state(), targets_allowed_by(context), variables
         call = pickled_call(task, (cfg, *with_it), {})
         with connect.connect(DictConfig({})) as client:

@@ -7,7 +7,7 @@ of random generators: the order of samples, their augmentation and the seed of e
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
@@ -180,14 +180,10 @@ class TrainingState:
             }
             for name, optimizer in each(self.optimizer):
                 needed = needed_settings(optimizer)
-                unsaved = [
-                    {key: group[key] for key in defaults(optimizer).keys() & group.keys() - needed}
-                    for group in optimizer.param_groups
-                ]
                 numbered = by_numbers(optimizer, names, saved[name] if name else saved)
+                numbered = with_unsaved(optimizer, numbered, defaults(optimizer).keys() - needed)
                 load_slots(optimizer, self.parallel.shard_slots(optimizer, numbered), retyped)
-                for group, settings in zip(optimizer.param_groups, unsaved, strict=False):
-                    group.update(settings)  # as it was built
+                for group in optimizer.param_groups:
                     if missing := needed - group.keys():
                         raise ValueError(f"it has no {', '.join(sorted(missing))}")
             self.scheduler.load_state_dict(content["scheduler"])
@@ -281,6 +277,15 @@ def needed_settings(optimizer: Optimizer) -> set[str]:
     state, own = optimizer.state_dict(), optimizer.param_groups
     groups = state["param_groups"] if _is_by_numbers(state, sum(len(group["params"]) for group in own)) else own
     return defaults(optimizer).keys() & own[0].keys() & groups[0].keys()
+
+
+def with_unsaved(optimizer: Optimizer, state: dict[str, Any], keys: Set[str]) -> dict[str, Any]:
+    # With the settings that the optimizer does not save, as it was built with them.
+    own, groups = optimizer.param_groups, state.get("param_groups")
+    if not keys or not isinstance(groups, list) or len(groups) != len(own):
+        return state
+    found = [{key: group[key] for key in keys & group.keys()} | then for group, then in zip(own, groups, strict=True)]
+    return {**state, "param_groups": found}
 
 
 def defaults(optimizer: Optimizer) -> dict[str, Any]:

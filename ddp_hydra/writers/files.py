@@ -403,6 +403,7 @@ class JsonLinesWriter:
         self._again: set[str] = set()  # what it has logged of this step since
         self._logged: set[tuple[int, int, str, bool]] = set()  # by attempt and rank; whether of a step after 0
         self._last: dict[tuple[int, str], int] | None = None  # the last step of each rank's metrics
+        self._is_whole = True  # whether these are all that the file has
 
     def write(self, record: Record) -> None:
         if record.attempt < self._attempt:
@@ -461,10 +462,11 @@ class JsonLinesWriter:
         if self._last is None:
             self._last = {}
             with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 8 * _PIECE))
+                self._is_whole = file.seek(max(0, file.seek(0, os.SEEK_END) - 8 * _PIECE)) == 0
                 for line in map(json_object, file):
                     _note(self._last, line)
-        if all(self._last.get((record.rank, name), -1) < step for name in names):
+        unknown = -1 if self._is_whole else step
+        if all(self._last.get((record.rank, name), unknown) < step for name in names):
             return
 
         def rest(content: bytes) -> bytes:

@@ -139,6 +139,7 @@ class TensorBoardWriter:
         self._rollbacks = Counter[int]()  # of each rank
         self._newest = 0  # the attempt that was heard last
         self._ahead = deque[tuple[int, bytes]]()  # points that the next drop is not meant for, by step
+        self._ahead_bytes = 0
         self._dropped = 0  # the step from which on the newest rollback has dropped
         earlier = path.parent.glob("events.out.tfevents.*")  # the job runs again, or continues, in its old folder
         self._has_points = any(events.suffix != ".hparams" for events in earlier)
@@ -171,8 +172,9 @@ class TensorBoardWriter:
         self._append(event)
         if self._restart or record.attempt > self._attempt or self._rollbacks[rank] > self._rollbacks[0]:
             self._ahead.append((event.step, encoded(event)))
-            while sum(len(content) for _, content in self._ahead) > AHEAD_BYTES:
-                self._ahead.popleft()
+            self._ahead_bytes += len(self._ahead[-1][1])
+            while self._ahead_bytes > AHEAD_BYTES:
+                self._ahead_bytes -= len(self._ahead.popleft()[1])
 
     def _begin(self, record: Record) -> None:
         """Have the points of earlier attempts dropped that are logged again."""
@@ -198,7 +200,7 @@ class TensorBoardWriter:
             self._drop(first, record.time_s)
         if first is not None or record.step > self._restart.furthest:
             self._restart = None
-            self._ahead.clear()
+            self._forget_ahead()
 
     def _end_restart(self) -> None:
         """Drop what an attempt that has ended had begun to log again."""
@@ -206,14 +208,18 @@ class TensorBoardWriter:
         if first is not None:
             self._drop(first, time.time())
         self._restart = None
-        self._ahead.clear()
+        self._forget_ahead()
 
     def _drop(self, first: int, time_s: float) -> None:
         """Have all points dropped from a step on, and write again those that were ahead."""
         if self._has_points or not self._empty:
             again = b"".join(content for step, content in self._ahead if step >= first)
             self._append(Event(wall_time=time_s, step=first, session_log=SessionLog(status=SessionLog.START)), again)
+        self._forget_ahead()
+
+    def _forget_ahead(self) -> None:
         self._ahead.clear()
+        self._ahead_bytes = 0
 
     def close(self) -> None:
         try:

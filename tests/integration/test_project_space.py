@@ -74,7 +74,18 @@ def test_ranks_on_a_living_cluster_have_the_variables_that_hydra_sets(own_projec
         "trainer.log_every_steps=9",
     ]
     assert told_by(*given) == [f"100 {Path.home()}"]
+    own = "+hydra.job.env_set.MY_HOME='${hydra:runtime.output_dir}'"
+    assert told_by(own) == [f"None {tmp_path / '1'}"]
     assert os.environ["MY_SCALE"] == "1"
+    folder = f"hydra.run.dir={tmp_path / 'later'}"
+    run = ddp_hydra.run([*TINY, folder, "+hydra.job.env_set.MY_SCALE=7"], wait=False).wait()
+    assert re.findall("I have (.*)", (run.dir / "logs" / "rank-1.log").read_text()) == ["7 None"]
+    assert os.environ["MY_SCALE"] == "1"
+    seed = "seed='${oc.decode:${oc.env:MY_SCALE}}'"
+    with pytest.raises(ConfigError, match=r"set os\.environ\['MY_SCALE'\] before, or leave out wait=False"):
+        ddp_hydra.run([*TINY, f"{folder}-2", "+hydra.job.env_set.MY_SCALE=7", seed], wait=False)
+    with pytest.raises(ConfigError, match=r"^hydra\.job\.env_set\.A=\$\{oc\.env:NOWHERE\}: Environment variable"):
+        ddp_hydra.run([*TINY, f"{folder}-2", "+hydra.job.env_set.A='${oc.env:NOWHERE}'"])
 
 
 def test_what_a_model_logs_is_in_the_logs_of_its_own_job_alone(own_project, client2, tmp_path):

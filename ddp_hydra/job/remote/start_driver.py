@@ -29,7 +29,7 @@ from ddp_hydra.errors import ConfigError, RunFailed
 from ddp_hydra.job.loggers import LoggedJob
 from ddp_hydra.job.remote.uploader import is_lost
 from ddp_hydra.rank import outbox
-from ddp_hydra.rank.environment import with_package, without_dasks_limits
+from ddp_hydra.rank.environment import of_job, with_package, without_dasks_limits
 from ddp_hydra.rank.task import PickledCall
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.storage import urls
@@ -99,7 +99,7 @@ def _start(spec: DriverSpec, worker: Any) -> dict[str, Any]:
     place = worker.scheduler.address, worker.security, str(Path(worker.local_directory).parent)
     process = subprocess.Popen(
         [sys.executable, "-m", "ddp_hydra.job.remote.driver"],
-        env=with_package(without_dasks_limits(os.environ)),
+        env=with_package(without_dasks_limits(os.environ)) | of_job(spec.rank_settings.get("variables") or {}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

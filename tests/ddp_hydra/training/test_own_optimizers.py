@@ -135,8 +135,27 @@ class Saving(torch.optim.SGD):
         return {**state, "param_groups": groups}
 
 
-def test_an_optimizer_may_save_a_part_of_its_settings(train):
-    check_resume(train, ("forward", 5), whole=own("Saving", lr=0.1, scale=0.5))
+class Counting(Saving):
+    """Saves a setting at a place of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "scales": [group["scale"] for group in self.param_groups]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "scales"})
+        for group, scale in zip(self.param_groups, state_dict["scales"], strict=True):
+            group["scale"] = scale
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["scale"] *= 0.9
+
+
+@pytest.mark.parametrize("name", ["Saving", "Counting"])
+def test_an_optimizer_may_save_a_part_of_its_settings(name, train):
+    check_resume(train, ("forward", 5), whole=own(name, lr=0.1, scale=0.5))
 
 
 class Averaging(torch.optim.Optimizer):

@@ -185,6 +185,19 @@ def test_few_bytes_are_kept_to_be_shown_again(tmp_path):
     writer.close()
 
 
+def test_a_metric_that_was_logged_long_before_the_end_of_the_file_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("ddp_hydra.writers.files._PIECE", 200)
+    for attempt in (0, 1):
+        writer = JsonLinesWriter(tmp_path)
+        for step in range(7 * attempt, 100):
+            writer.write(Record(Metrics({"loss": 1.0}), 0, step, 1.0, attempt))
+            if step == 7:
+                writer.write(Record(Metrics({"val": 1.0}), 0, step, 1.0, attempt))
+        writer.close()
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [(line["attempt"], line["step"]) for line in lines if "val" in line] == [(1, 7)]
+
+
 def test_a_new_name_in_each_record_reads_the_end_of_the_file_once(tmp_path, monkeypatch):
     reads = []
     monkeypatch.setattr(JsonLinesWriter, "_end", lambda self, last: reads.append(last) or (0, []))
