@@ -67,6 +67,10 @@ def test_errors_are_told_in_a_sentence_and_become_exit_codes(error, code, said, 
             ["optimizer.lr=[1"],
             r"^optimizer.lr=\[1: this is no override \(.*\): quote the value, 'optimizer.lr=\"\[1\"'$",
         ),
+        (
+            ["optimizer.lr=${oc.decode:${oc.env:X}}"],
+            r"quote the value, 'optimizer.lr=\"\$\{oc\.decode:\$\{oc\.env:X\}\}\"'$",
+        ),
         (["trainer.freeze=[*,!a.2.*]"], r"quote the items, 'trainer.freeze=\[\"\*\",\"!a.2.\*\"\]'$"),
         (
             ["optimizer.lr=${nope:1}"],
