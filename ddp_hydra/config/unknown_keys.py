@@ -56,6 +56,10 @@ def check_experiments(
             own = dict(redact.leaves(content))
             values = {key: pair for key, pair in values.items() if not any(meet(key, other) for other in own)}
             values |= {key: (value, f"{group}={option}") for key, value in own.items()}
+    if chosen or values:
+        groups_of_others, values_of_others = _of_other_groups(choices, repository)
+        chosen = {key: pair for key, pair in chosen.items() if key not in groups_of_others}
+        values = {key: pair for key, pair in values.items() if not any(meet(key, one) for one in values_of_others)}
     lists = read_option(repository, main)[0] if chosen.keys() - choices.keys() else {}  # Hydra's choices hold no lists
     for key, (value, by) in chosen.items():
         found = choices.get(key, lists.get(key, value))
@@ -66,6 +70,19 @@ def check_experiments(
             )
     set_by_hand = [word for word in given if word not in choices]
     _check_values(cfg, {key: pair for key, pair in values.items() if not any(meet(key, word) for word in set_by_hand)})
+
+
+def _of_other_groups(choices: Mapping[str, Any], repository: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what options of the user's own groups choose and set for others, as `env=prod` may behind experiments."""
+    groups: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for group, option in choices.items():
+        for name in _options(option) if group not in GROUPS and "@" not in group else ():
+            path = f"{group}/{name}"
+            if (found := repository.load_config(path)) is not None and found.header.get("package") == "_global_":
+                own_groups, content = read_option(repository, path, "_global_")
+                groups, values = groups | own_groups, values | dict(redact.leaves(content))
+    return groups, values
 
 
 def _check_values(cfg: DictConfig, values: Mapping[str, tuple[Any, str]]) -> None:

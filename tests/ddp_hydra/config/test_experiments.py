@@ -33,6 +33,7 @@ FILES = {
     "experiment/mine": EXPERIMENT,
     "experiment/base": BASE,
     "experiment/plain": "# @package _global_\noptimizer: {lr: 0.01}\n",
+    "env/prod": "# @package _global_\ndefaults: [{override /optimizer: sgd}]\ntrainer: {epochs: 9}\n",
     "callbacks/one": "one: {_target_: models.mine.Callback}",
     "callbacks/two": "two: {_target_: models.mine.Callback}",
     "transform/train": "_target_: models.mine.Transform",
@@ -109,6 +110,15 @@ def test_what_is_typed_wins_and_what_is_alike_is_taken(composed):
     assert composed(alike, "experiment=mine", "~optimizer.lr").trainer.max_steps == 1000
     one = main(*RIGHT, "override callbacks: [one]")
     assert list(composed(one, "experiment=mine", "callbacks=[two]").callbacks) == ["two"]
+
+
+@pytest.mark.parametrize(("config", "words"), [(main(*RIGHT, "env: prod"), []), (main(*RIGHT), ["+env=prod"])])
+def test_a_group_of_ones_own_that_comes_later_wins_over_an_experiment(composed, config, words):
+    cfg = composed(config, "experiment=mine", *words)
+    assert (cfg.trainer.epochs, cfg.model.width, cfg.optimizer._target_) == (9, 5, "torch.optim.SGD")
+    last = config.replace("  - _self_\n", "") + "  - _self_\ntrainer: {precision: fp32}\n"
+    with pytest.raises(ConfigError, match=r"experiment=mine sets trainer\.precision=bf16"):
+        composed(last, "experiment=mine", *words)
 
 
 def test_what_cfg_job_shows_is_what_runs_or_is_refused_alike(composed, tmp_path):
