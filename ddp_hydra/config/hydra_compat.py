@@ -89,7 +89,21 @@ def typed_sources(hydra_cfg: Mapping[Any, Any]) -> list[str]:
     words += [f"hydra.searchpath=[{','.join(searched)}]"] if searched else []
     overrides = found if isinstance(found := hydra_cfg.get("overrides"), dict) else {}
     typed = found if isinstance(found := overrides.get("hydra"), list) else []
-    return [*words, *(word for word in typed if isinstance(word, str) and sets_variables(word))]
+    given = [word for word in typed if isinstance(word, str)]
+    copied = found if isinstance(found := job.get("env_set"), dict) else {}  # Hydra has put the values there
+    names = [name for word in given for name in _copies(word) if name in copied]
+    set_again = [f"++{ENV_SET}.{name}={text.quoted(str(copied[name]))}" for name in names]
+    return [*words, *set_again, *filter(sets_variables, given)]
+
+
+def _copies(word: str) -> list[str]:
+    """Return the names of variables that an override of `hydra.job.env_copy` has Hydra copy."""
+    if word.partition("=")[0].lstrip("+") != "hydra.job.env_copy":
+        return []
+    with suppress(HydraException):
+        found = parse_override(word).value()
+        return [str(name) for name in found] if isinstance(found, list) else []
+    return []
 
 
 def sets_variables(word: str) -> bool:

@@ -239,6 +239,14 @@ def test_a_resumed_run_has_its_variables_and_those_typed_now_win(run, capsys, mo
     assert capsys.readouterr().err == ""
 
 
+def test_variables_that_hydra_has_copied_for_a_run_are_taken_again_as_they_were():
+    typed = ["+hydra.job.env_copy=[A,MISSING]", "hydra.verbose=true", "+hydra.job.env_set.B=2"]
+    saved = {"job": {"env_set": {"A": "${x}/3", "B": "2"}}, "overrides": {"hydra": typed}}
+    assert typed_sources(saved) == [r'++hydra.job.env_set.A="\${x}/3"', "+hydra.job.env_set.B=2"]
+    for odd in ("+hydra.job.env_copy=[", "hydra.job.env_copy=A", "~hydra.job.env_copy"):
+        assert typed_sources({"job": {"env_set": {"A": "1"}}, "overrides": {"hydra": [odd]}}) == []
+
+
 def test_a_sweep_that_goes_on_has_its_variables(tmp_path):
     word = "+hydra.job.env_set={A: 4}"
     (tmp_path / "multirun.yaml").write_text(json.dumps({"hydra": hydra_part(tmp_path, word)}))
