@@ -307,7 +307,7 @@ class Run:
         with held_back():
             from ddp_hydra.training import load_run
 
-        with environment_of(str(self.dir)):
+        with environment_of(str(self.dir), typed=None):
             return load_run.load(self.dir, which, _checked_changes(overrides)).model
 
     @interrupted()

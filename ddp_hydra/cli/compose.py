@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,6 +60,7 @@ MODES = {
 }  # fmt: skip
 """Of these words of a command, Hydra takes one."""
 ONE_RUN = "hydra.mode=RUN"
+GPUS = "CUDA_VISIBLE_DEVICES"
 OWN_CONFIGS = "a command that is given a run has the run's own configs"
 
 
@@ -307,10 +309,7 @@ def _is_sweep(word: str) -> bool:
 
 
 def with_sources(arguments: list[str], hydra_cfg: Mapping[Any, Any], what: str) -> list[str]:
-    """Add the main config, the folders of configs and the variables of `what`, a run or sweep; those typed now win.
-
-    A variable that is set where the command is typed wins over the one of `what`, too.
-    """
+    """Add the main config, the folders of configs and the variables of `what`, a run or sweep; those typed now win."""
     given, _ = get_args_parser().parse_known_args(arguments)
     options = {"--config-name": given.config_name, CONFIG_DIR: given.config_dir}
     typed = {name for name, value in options.items() if value is not None} | set(map(full_key_of, arguments))
@@ -324,17 +323,16 @@ def with_sources(arguments: list[str], hydra_cfg: Mapping[Any, Any], what: str) 
 
 
 def _with_known_variables(words: list[str], arguments: Sequence[str], what: str) -> list[str]:
-    """Leave variables out that are typed anew with +, that the shell sets, and secrets, which are kept nowhere."""
+    """Leave variables out that are typed anew with +, and secrets, which are kept nowhere."""
     typed, anew = variables_of(arguments), variables_of([word for word in arguments if word.startswith("+")])
     given = variables_of(words)
     lost = {name for name, value in given.items() if HIDDEN in str(value)}
-    of_shell = {name for name, value in given.items() if name not in typed and _is_of_shell(name, value)}
-    for name in lost - typed.keys():
-        _note_lost_variable(name, f"{what} was given {ENV_SET}.{name}, a secret, which is kept nowhere")
     for name, value in given.items():
-        if name in of_shell - lost and value is not None:  # it is None where the run has removed it
-            _note_variable_of_shell(name, _resolved(str(value)), what.rpartition(": ")[2])
-    left_out = {*lost, *of_shell, *anew}
+        if name in lost - typed.keys():
+            _note_lost_variable(name, f"{what} was given {ENV_SET}.{name}, a secret, which is kept nowhere")
+        elif name not in typed and value is not None:  # it is None where the run has removed it
+            _note_other_variable(name, value, _resolved(str(value)), what.rpartition(": ")[2])
+    left_out = {*lost, *anew}
     kept: list[str] = []
     for word in words:
         variables = variables_of([word])
@@ -345,11 +343,6 @@ def _with_known_variables(words: list[str], arguments: Sequence[str], what: str)
             if name not in left_out:  # Hydra takes no dict apart
                 kept.append(f"+{ENV_SET}.{name}=" + text.quoted(str(value)).replace(r"\${", "${"))
     return kept
-
-
-def _is_of_shell(name: str, value: object) -> bool:
-    """Return whether the shell sets a variable, which then wins over the run's value, unless that is made of it."""
-    return name in os.environ and not re.search(rf"\$\{{oc\.env:\s*{re.escape(name)}\s*[,}}]", str(value))
 
 
 def _resolved(value: str) -> str:
@@ -364,48 +357,97 @@ def _note_lost_variable(name: str, what: str) -> None:
         print(f"ddp_hydra: {said}", file=sys.stderr)  # noqa: T201
 
 
-def _note_variable_of_shell(name: str, value: str, who: str) -> None:
-    if value != os.environ[name]:
-        now, before = (text.printable(redact.without({name: one})[name]) for one in (os.environ[name], value))
-        print(f"ddp_hydra: {name}={now}: {who} had {before}", file=sys.stderr)  # noqa: T201
+def _note_other_variable(name: str, written: object, value: str, who: str, can_type: bool = True) -> None:
+    """Say that a variable has the value of `who`, not the shell's, unless that value is made of the shell's."""
+    ours = os.environ.get(name, value)
+    if ours == value or re.search(rf"\$\{{oc\.env:\s*{re.escape(name)}\s*[,}}]", str(written)):
+        return
+    shown, shown_ours = (text.printable(redact.without({name: one})[name]) for one in (value, ours))
+    said = f"{name}={shown}, as {who} had it, and not {shown_ours} of the shell"
+    if can_type:
+        word = f"{ENV_SET}.{name}={text.quoted(ours)}"
+        if text.quoted(ours) == ours and str(variables_of([word])[name]) != ours:  # Hydra reads true, null and 1e3
+            word = f'{ENV_SET}.{name}="{ours}"'
+        is_hidden = HIDDEN in shown_ours
+        said += f": type {f'{ENV_SET}.{name}=<value>' if is_hidden else text.printable(shlex.quote(word))} for that"
+    print(f"ddp_hydra: {said}", file=sys.stderr)  # noqa: T201
 
 
-def environment_of(run: str, trust: bool = False) -> AbstractContextManager[dict[str, str]]:
+def without_variables(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the other words, and those that set or remove variables, as `hydra.job.env_set.NAME=<value>`.
+
+    Raises:
+        ConfigError: such a word can't be read.
+    """
+    of_variables = [word for word in words if sets_variables(word)]
+    for word in of_variables:
+        with contextlib.suppress(HydraException):
+            given = parse_override(word)
+            is_known = given.value() is None if given.is_delete() else not given.is_sweep_override()
+            if is_known and (full_key_of(word) != ENV_SET or isinstance(given.value(), dict)):
+                continue
+        ways = f"{ENV_SET}.<name>=<value>, {ENV_SET}={{<name>: <value>}} or ~{ENV_SET}.<name>"
+        raise ConfigError(f"{text.printable(redact.without([word])[0])} sets no variable: give {ways}")
+    return [word for word in words if word not in of_variables], of_variables
+
+
+def environment_of(
+    run: str, trust: bool = False, typed: Sequence[str] | None = ()
+) -> AbstractContextManager[dict[str, str]]:
     """Set the variables of a run's `hydra.job.env_set` inside the block, as Hydra did for its job; return them.
 
-    Those that are set already stay as they are, and are returned, too: ranks elsewhere may lack them.
+    They win over the shell's, except for the numbers of the GPUs, which are this machine's.
 
     Args:
         trust: do so for a lone checkpoint or a URL, too: a variable may name code.
+        typed: words of `without_variables`, which win over the run's; None: whoever calls takes none.
     """
-    found: dict[str, str] = {}
-    if trust or RunRef.own(run).is_own:
-        try:
-            found = _variables_of_run(run)
-        except (ConfigError, OSError) as error:
+    hydra_cfg: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
+    own = variables_of(typed or ())
+    is_trusted = trust or RunRef.own(run).is_own
+    try:
+        hydra_cfg = hydra_of(run, follows=True)
+        saved = (saved_config(run) or {}) if is_trusted and (own or _env_set(hydra_cfg)) else {}
+    except (ConfigError, OSError) as error:
+        if is_trusted:
             said = f"run={run}: its variables ({ENV_SET}) can't be read, and are not set: {error}"
             print(f"ddp_hydra: {said}", file=sys.stderr)  # noqa: T201
+        hydra_cfg = {}
+    if not is_trusted:
+        for name in _env_set(hydra_cfg).keys() - own:
+            said = (
+                f"run={run} was given {ENV_SET}.{name}, which is not set here: give it, or trust=true if you trust it"
+            )
+            print(f"ddp_hydra: {text.printable(said)}", file=sys.stderr)  # noqa: T201
+        hydra_cfg = {}
+    given = {**_env_set(hydra_cfg), **own}
+    if GPUS in os.environ and GPUS not in own:
+        given.pop(GPUS, None)
+    cfg = OmegaConf.create({**saved, "hydra": {**hydra_cfg, "job": {**_job(hydra_cfg), "env_set": given}}})
+    found: dict[str, str] = {}
+    for name, written in given.items():
+        try:
+            if name in own and written is None:  # it is removed
+                continue
+            if HIDDEN in str(written):
+                _note_lost_variable(name, f"run={run}: the run was given {ENV_SET}.{name}, a secret, kept nowhere")
+                continue
+            found[name] = str(cfg.hydra.job.env_set[name])
+        except OmegaConfBaseException:
+            _note_lost_variable(name, f"run={run}: {ENV_SET}.{name}={written} of the run has no value here")
+            continue
+        if name not in own:
+            _note_other_variable(name, written, found[name], run if typed is None else "the run", typed is not None)
     return _environment(found)
 
 
-def _variables_of_run(run: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    hydra_cfg = hydra_of(run, follows=True)
-    given = job.get("env_set") if isinstance(job := hydra_cfg.get("job"), dict) else None
-    given = given if isinstance(given, dict) else {}
-    cfg = OmegaConf.create({**((given and saved_config(run)) or {}), "hydra": hydra_cfg})
-    for name, value in given.items():
-        try:
-            if HIDDEN in str(value):
-                _note_lost_variable(name, f"run={run}: the run was given {ENV_SET}.{name}, a secret, kept nowhere")
-            elif _is_of_shell(name, value):
-                found[name] = os.environ[name]
-                _note_variable_of_shell(name, str(cfg.hydra.job.env_set[name]), "the run")
-            else:
-                found[name] = str(cfg.hydra.job.env_set[name])
-        except OmegaConfBaseException:
-            _note_lost_variable(name, f"run={run}: {ENV_SET}.{name}={value} of the run has no value here")
-    return found
+def _job(hydra_cfg: Mapping[Any, Any]) -> dict[str, Any]:
+    return found if isinstance(found := hydra_cfg.get("job"), dict) else {}
+
+
+def _env_set(hydra_cfg: Mapping[Any, Any]) -> dict[str, Any]:
+    return found if isinstance(found := _job(hydra_cfg).get("env_set"), dict) else {}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from omegaconf import MISSING
 
 from ddp_hydra.cli.commands import parse
-from ddp_hydra.cli.compose import environment_of
+from ddp_hydra.cli.compose import environment_of, without_variables
 from ddp_hydra.console.text import expanded
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.finetune import models as pretrained
@@ -27,7 +27,7 @@ SUFFIXES = {
 EXPORT_USAGE = """ddp-hydra export run=<run directory, its URL, or checkpoint>
     format=torch|safetensors|huggingface|torch_export|onnx [out=model.onnx] [which=best|last] [input_shape=[3,224,224]]
     [tolerance=1e-4] [merge=false] [max_shard_size=5GB] [overwrite=true] [trust=true]
-    [key=value of the run's config …]"""
+    [key=value of the run's config …] [hydra.job.env_set.<name>=<value>]"""
 
 
 @dataclass
@@ -62,7 +62,8 @@ class ExportOptions:
 
 
 def export(words: Sequence[str]) -> None:
-    options, overrides = parse(ExportOptions, words, EXPORT_USAGE)
+    options, others = parse(ExportOptions, words, EXPORT_USAGE)
+    overrides, typed = without_variables(others)
     if options.format not in SUFFIXES:
         raise ConfigError(f"format={options.format}: give {', '.join(SUFFIXES)}")
     out = expanded(options.out or f"model{SUFFIXES[options.format]}")
@@ -78,7 +79,7 @@ def export(words: Sequence[str]) -> None:
     if any(not isinstance(size, int) for size in options.input_shape or ()):
         raise ConfigError(f"input_shape={options.input_shape}: give the sizes of one sample, [3,224,224]")
     split = None if options.input_shape else options.split
-    with environment_of(options.run, options.trust), new_folder(out.absolute().parent):
+    with environment_of(options.run, options.trust, typed), new_folder(out.absolute().parent):
         trained = load_run.load(options.run, options.which, overrides, split, options.trust)
         example = exports.example_of(trained, options.split, options.input_shape)
         how = options.tolerance, options.merge, options.max_shard_size
@@ -98,7 +99,7 @@ def export(words: Sequence[str]) -> None:
 
 GENERATE_USAGE = """ddp-hydra generate run=<run directory, its URL, or checkpoint> [n=50] [temperature=1.0] [seed=0]
     [prompt='Once upon'] [max_new_tokens=50] [chat=true] [which=best|last] [trust=true]
-    [key=value of the run's config …]"""
+    [key=value of the run's config …] [hydra.job.env_set.<name>=<value>]"""
 
 
 @dataclass
@@ -129,10 +130,11 @@ class GenerateOptions:
 
 
 def generate(words: Sequence[str]) -> None:
-    options, overrides = parse(GenerateOptions, words, GENERATE_USAGE)
+    options, others = parse(GenerateOptions, words, GENERATE_USAGE)
+    overrides, typed = without_variables(others)
     if (options.n is not None and options.n < 1) or options.temperature <= 0:
         raise ConfigError(f"n={options.n}, temperature={options.temperature}: give n >= 1, and a temperature above 0")
-    with environment_of(options.run, options.trust):
+    with environment_of(options.run, options.trust, typed):
         print_generated(options, overrides)
 
 

@@ -26,6 +26,7 @@ from ddp_hydra.cli.compose import (
     tell_environment,
     with_faults,
     with_sources,
+    without_variables,
 )
 from ddp_hydra.config import checkpoint_config, redact
 from ddp_hydra.config.schema import SCHEMAS
@@ -41,7 +42,7 @@ from ddp_hydra.writers.run_dir import locked
 
 EVALUATE_USAGE = """ddp-hydra evaluate run=<run directory, its URL, or checkpoint> [which=best|last] [split=val|train]
     [trust=true] [data=<group> and other groups and keys of the run's config …]
-    [cluster=… cluster.n_workers=… dispatch.…=…]"""
+    [cluster=… cluster.n_workers=… dispatch.…=…] [hydra.job.env_set.<name>=<value>]"""
 
 
 @dataclass
@@ -68,7 +69,8 @@ def evaluate_and_print(words: Sequence[str]) -> None:
 def evaluate(
     run: str, which: str = "best", split: str = "val", changes: Sequence[str] = (), trust: bool = False
 ) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, environment_of(run, trust) as environment:
+    changes, typed = without_variables(changes)
+    with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, environment_of(run, trust, typed) as environment:
         checkpoint = RunRef.named(run).checkpoint(which, Path(folder))
         found = prepared_inference(run, checkpoint, split, changes, trust, environment).run(EVALUATE)
         if RunRef.named(run).is_stored:  # the file is a download, which is removed
@@ -81,7 +83,7 @@ def evaluate(
 PREDICT_USAGE = """ddp-hydra predict run=<run directory, its URL, or checkpoint>
     [out=predictions.csv|.parquet|.npz|<folder>/] [which=best|last] [split=val|train] [targets=false] [overwrite=true]
     [trust=true] [data=<group> and other groups and keys of the run's config …]
-    [cluster=… cluster.n_workers=… dispatch.…=…]"""
+    [cluster=… cluster.n_workers=… dispatch.…=…] [hydra.job.env_set.<name>=<value>]"""
 
 
 @dataclass
@@ -113,6 +115,7 @@ def predict(
     targets: bool = True,
     trust: bool = False,
 ) -> dict[str, Any]:
+    changes, typed = without_variables(changes)
     target = expanded(out).absolute()
     kind = predictions.kind_of(target)
     is_empty = target.is_dir() and kind == "pictures" and not any(target.iterdir())
@@ -126,7 +129,7 @@ def predict(
         new_folder(target.parent),
         locked(folder, "wait for it, or give another out="),
         parts_kept(folder),
-        environment_of(run, trust) as environment,
+        environment_of(run, trust, typed) as environment,
     ):
         checkpoint = RunRef.named(run).checkpoint(which, Path(download))
         inference = prepared_inference(run, checkpoint, split, changes, trust, environment)
@@ -160,7 +163,7 @@ def plan(inference: InferenceJob, kind: str) -> dict[str, Any]:
     """Return what a prediction depends on; parts of others are not mixed with its own."""
     with state_file(inference.checkpoint).open("rb") as file:
         checkpoint = hashlib.file_digest(file, "sha256").hexdigest()
-    changes = [inference.overrides, inference.groups, inference.split]
+    changes = [inference.overrides, inference.groups, inference.split, inference.environment]
     return {
         "checkpoint": checkpoint,
         "changes": hashlib.sha256(json.dumps(changes, default=str).encode()).hexdigest(),

@@ -163,7 +163,7 @@ def reproduce(words: Sequence[str]) -> None:
     runs, options = runs_and_options(words, ReproduceOptions, 1, "reproduce")
     again = details.reproduction(files := run_files.open_run(runs[0]))
     print(again_text(again), file=sys.stderr)  # noqa: T201
-    with suppress(ConfigError), environment_of(runs[0]) if files.read(env_values.FILE) else nullcontext():
+    with suppress(ConfigError), environment_of(runs[0], typed=None) if files.read(env_values.FILE) else nullcontext():
         tell_environment(runs[0], checkpoint_config.changed(saved_config(runs[0]) or {}))
     if not options.run:
         variable = [f"{project.VARIABLE}={shlex.quote(again.kept)}"] if again.kept else []

@@ -16,22 +16,25 @@ from omegaconf._utils import get_omega_conf_dumper
 from ddp_hydra.storage.files import write_atomic
 
 SECRET = {
-    "auth", "authorization", "cookie", "credential", "credentials", "otp", "passcode", "passphrase", "passwd",
+    "auth", "authorization", "cookie", "credential", "credentials", "passphrase", "passwd",
     "password", "pw", "pwd", "secret", "sig", "signature",
 }  # fmt: skip
 SECRET_AT_THE_END = {"key", "token"}
+ONE_TIME = {"otp", "passcode"}
+"""Words that are secret as the last one; "otp_ratio" is a number of something else."""
 HARMLESS = {
     "bos", "caption", "class", "cls", "column", "eos", "group", "image", "index", "input", "label", "mask", "output",
     "pad", "primary", "sep", "sort", "special", "start", "stop", "target", "text", "unk",
 }  # fmt: skip
 """Words next to which "key" and "token" belong to a column or a vocabulary."""
 SHORT = {"pass", "pin"}
-"""Words that are secret behind another one, as in "db_pass"; alone, they may be a class or a metric."""
-OF_PASS = {
-    "all", "backward", "band", "first", "forward", "high", "last", "low", "multi", "n", "num", "one", "per", "second",
-    "single", "two",
+"""Words that are secret as the last one, directly behind one of `ACCOUNT`; else a filter, or a pass over data."""
+ACCOUNT = {
+    "account", "admin", "bank", "card", "database", "db", "email", "ftp", "http", "imap", "ldap", "login", "mail",
+    "mongo", "mongodb", "mysql", "pg", "postgres", "postgresql", "proxy", "redis", "root", "sftp", "sim", "smtp",
+    "sql", "ssh", "sudo", "user", "vpn", "wifi",
 }  # fmt: skip
-"""Words next to which "pass" is a filter, or a pass over data."""
+"""Words that name an account, a service with accounts, or a card: "db_pass", "bank_pin"."""
 PLACE = {"dir", "file", "filename", "folder", "path"}
 """Words at the end of the name of a file or folder, which is no secret, even where its content is."""
 FILE_KEY = {"ssl", "tls"}
@@ -50,7 +53,7 @@ _ENTRY = re.compile(r"""((?<!\$)[{,]\s*["']?)([\w.-]+)(["']?\s*:\s*)("[^"]*"|'[^
 
 _PAIR = re.compile(r"""^\s*([\w.-]+)\s*=\s*(.+)|([\w./-]+)["']?\s*:(?:\s+|$)([^,}\]]*)""")
 """Matches a key and its value in a line of YAML, JSON or TOML."""
-_SUSPECT = re.compile("|".join([*sorted(SECRET | SECRET_AT_THE_END | SHORT), "://"]), re.IGNORECASE)
+_SUSPECT = re.compile("|".join([*sorted(SECRET | SECRET_AT_THE_END | ONE_TIME | SHORT), "://"]), re.IGNORECASE)
 """A quick test: matches in every line that may hold a secret, and in some that do not."""
 _NOTHING = ("", "null", "value")
 """Values that are never secret; the last one stands in the text of --help, which is in each config."""
@@ -70,8 +73,8 @@ def named_secret(name: str) -> bool:
         return False
     if not SECRET.isdisjoint(words) or "apikey" in plain or "password" in plain:
         return True
-    if len(words) > 1 and words[-1] in SHORT:
-        return OF_PASS.isdisjoint(words)
+    if words[-1:] and (words[-1] in ONE_TIME or (words[-1] in SHORT and not ACCOUNT.isdisjoint(words[-2:-1]))):
+        return True
     end = words[-2:-1] if words[-1:] == ["id"] else words[-1:]
     return not SECRET_AT_THE_END.isdisjoint(end) and HARMLESS.isdisjoint(words)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 
 import pytest
@@ -255,52 +256,108 @@ def test_a_sweep_that_goes_on_has_its_variables(tmp_path):
         assert words.count(word) == 1
 
 
-def test_a_variable_that_the_shell_sets_wins_over_the_one_of_a_resumed_run(run, capsys, monkeypatch):
-    for name, value in {"A": "mine", "B": "x", "PLACES": "here", "URL": "s3://me:mine@b", "AWS_TOKEN": "t"}.items():
+def test_a_variable_of_a_resumed_run_wins_over_the_one_that_the_shell_sets(run, capsys, monkeypatch):
+    ours = {"A": "mine", "B": "x", "PLACES": "here", "URL": "s3://me:mine@b", "AWS_TOKEN": "t", "D": "1e3", "E": "a b"}
+    for name, value in ours.items():
         monkeypatch.setenv(name, value)
     places = "+hydra.job.env_set.PLACES='${oc.env:PLACES}:there'"
-    words = ["+hydra.job.env_set={A: 4, B: x, C: 5, AWS_TOKEN: ***}", places, "+hydra.job.env_set.URL=s3://me:old@b"]
+    words = ["+hydra.job.env_set={A: 4, B: x, D: 5, AWS_TOKEN: ***}", places, "+hydra.job.env_set={URL: new, E: e}"]
     env_of(run, *words)
     again = [f"resume={run}"]
-    assert [word for word in typed.read_words(again) if "env_set" in word] == ["+hydra.job.env_set.C=5", places]
+    kept = [word for word in typed.read_words(again) if "env_set" in word]
+    assert kept == [*(f"+hydra.job.env_set.{one}" for one in ("A=4", "B=x", "D=5")), *words[1:]]
     assert capsys.readouterr().err.splitlines() == [
-        "ddp_hydra: A=mine: the run had 4",
-        "ddp_hydra: URL=s3://***@b: the run had s3://***@b",
+        "ddp_hydra: A=4, as the run had it, and not mine of the shell: type hydra.job.env_set.A=mine for that",
+        "ddp_hydra: D=5, as the run had it, and not 1e3 of the shell: type 'hydra.job.env_set.D=\"1e3\"' for that",
+        "ddp_hydra: URL=new, as the run had it, and not s3://***@b of the shell: "
+        "type hydra.job.env_set.URL=<value> for that",
+        "ddp_hydra: E=e, as the run had it, and not a b of the shell: type 'hydra.job.env_set.E=\"a b\"' for that",
     ]
-    assert os.environ["A"] == "mine"
-    for word, a in (("hydra.job.env_set.A=5", "5"), ("+hydra.job.env_set={A: 6}", "6"), ("~hydra.job.env_set.A", None)):
-        found = [one for one in typed.read_words([*again, word]) if "env_set" in one]
-        assert typed.compose(found).hydra.job.env_set.get("A") == a
-        assert " A=" not in capsys.readouterr().err
+    for word, env in (
+        ("hydra.job.env_set.A=mine", {"A": "mine"}),
+        ("+hydra.job.env_set={A: 6}", {"A": "6"}),
+        ('hydra.job.env_set.D="1e3"', {"D": "1e3"}),
+        ("~hydra.job.env_set.A", {"A": None}),
+    ):
+        found = typed.compose([one for one in typed.read_words([*again, word]) if "env_set" in one])
+        assert {name: found.hydra.job.env_set.get(name) for name in env} == env
+        assert not any(f" {name}=" in capsys.readouterr().err for name in env)
 
 
-def test_a_variable_that_the_shell_sets_wins_over_the_one_of_a_sweep(tmp_path, monkeypatch, capsys):
+def test_a_variable_of_a_sweep_wins_over_the_one_that_the_shell_sets(tmp_path, monkeypatch, capsys):
     word = "+hydra.job.env_set={A: 4}"
     (tmp_path / "multirun.yaml").write_text(json.dumps({"hydra": hydra_part(tmp_path, word)}))
     monkeypatch.setenv("A", "5")
-    assert word not in typed.read_words(["-m", f"hydra.sweep.dir={tmp_path}"])
-    assert capsys.readouterr().err.startswith("ddp_hydra: A=5: the sweep had 4\n")
+    assert word in typed.read_words(["-m", f"hydra.sweep.dir={tmp_path}"])
+    said = "ddp_hydra: A=4, as the sweep had it, and not 5 of the shell: type hydra.job.env_set.A=5 for that\n"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_the_variables_of_a_run_are_set_for_what_its_model_does(run, capsys, monkeypatch):
-    for name, value in {"A": "of the shell", "B": "4", "PLACE": "here", "DB_PASSWORD": "mine"}.items():
+    ours = {"A": "3", "B": "4", "PLACE": "here", "DB_PASSWORD": "mine", "CUDA_VISIBLE_DEVICES": "1"}
+    for name, value in ours.items():
         monkeypatch.setenv(name, value)
     (run / ".hydra" / "config.yaml").write_text("seed: 7\n")
     own = {"P": "${oc.env:PLACE}/x", "PLACE": "${oc.env:PLACE}:y", "S": "${seed}", "C": "4"}
-    env_of(run, A="4", B="4", **own, TOKEN="***", DB_PASSWORD="***", N="${nowhere}")
+    env_of(run, A="4", B="4", **own, TOKEN="***", DB_PASSWORD="***", N="${nowhere}", CUDA_VISIBLE_DEVICES="0")
     with typed.environment_of(str(run)) as found:
-        assert found == {"A": "of the shell", "B": "4", "P": "here/x", "PLACE": "here:y", "S": "7", "C": "4"}
+        assert found == {"A": "4", "B": "4", "P": "here/x", "PLACE": "here:y", "S": "7", "C": "4"}
         assert {name: os.environ[name] for name in found} == found
-    assert (os.environ["A"], os.environ["PLACE"]) == ("of the shell", "here")
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert (os.environ["A"], os.environ["PLACE"]) == ("3", "here")
     assert "P" not in os.environ
-    assert [line.removeprefix("ddp_hydra: ")[:40] for line in capsys.readouterr().err.splitlines()] == [
-        "A=of the shell: the run had 4",
+    said = "ddp_hydra: A=4, as the run had it, and not 3 of the shell: type hydra.job.env_set.A=3 for that"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == said
+    assert [line.removeprefix("ddp_hydra: ")[:40] for line in lines[1:]] == [
         *(f"run={run}: the run was given hydra.job.env_set.TOKEN"[:40], f"run={run}: hydra.job.env_set.N"[:40]),
     ]
+    with typed.environment_of(str(run), typed=None):
+        said = f"ddp_hydra: A=4, as {run} had it, and not 3 of the shell"
+        assert capsys.readouterr().err.splitlines()[0] == said
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with typed.environment_of(str(run)) as found:
+        assert found["CUDA_VISIBLE_DEVICES"] == "0"
     (lone := run.parent / "lone.pt").touch()
     for other in (lone, run.parent / "none", f"file://{run}/.."):
         with typed.environment_of(str(other)) as found:
             assert found == {}
+        with typed.environment_of(str(other), typed=["hydra.job.env_set.A=1"]) as found:
+            assert found == {"A": "1"}
+    env_of(run, A="4", B="4")
+    capsys.readouterr()
+    with typed.environment_of(f"file://{run}", typed=["hydra.job.env_set.A=1"]) as found:
+        assert found == {"A": "1"}
+    said = f"ddp_hydra: run=file://{run} was given hydra.job.env_set.B, not set here: give it, or trust=true if you "
+    assert capsys.readouterr().err == f"{said}trust it\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "env"),
+    [
+        ("hydra.job.env_set.A=3", {"A": "3", "B": "4"}),
+        ("+hydra.job.env_set.A='${seed}'", {"A": "7", "B": "4"}),
+        ("++hydra.job.env_set={A: 5, C: '6'}", {"A": "5", "B": "4", "C": "6"}),
+        ("~hydra.job.env_set.A", {"B": "4"}),
+    ],
+)
+def test_typed_variables_win_over_those_of_a_run(run, capsys, monkeypatch, word, env):
+    monkeypatch.setenv("A", "3")
+    (run / ".hydra" / "config.yaml").write_text("seed: 7\n")
+    env_of(run, A="4", B="4")
+    others, of_variables = typed.without_variables(["seed=1", word])
+    assert others == ["seed=1"]
+    with typed.environment_of(str(run), typed=of_variables) as found:
+        assert found == env
+        assert os.environ["A"] == env.get("A", "3")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("rest", ["=3", ".A=1,2", ".A={", ""])
+def test_words_that_set_no_variable_are_refused(rest):
+    word = f"hydra.job.env_set{rest}" if rest else "~hydra.job.env_set"
+    with pytest.raises(ConfigError, match=f"^{re.escape(word)} sets no variable: give hydra.job.env_set.<name>="):
+        typed.without_variables([word])
 
 
 @pytest.mark.parametrize("content", ["hydra: [", "- 1", "hydra: {job: {env_set: {A: '${'}}}", None])

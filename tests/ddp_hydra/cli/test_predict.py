@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ddp_hydra.api import ComposedConfig
 from ddp_hydra.cli import runs
-from ddp_hydra.cli.inference import predict, prepared_inference
+from ddp_hydra.cli.inference import plan, predict, prepared_inference
 from ddp_hydra.config import env_values
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.job.run_dir import keep_environment
@@ -27,6 +28,16 @@ def test_a_second_one_with_the_same_file_leaves_the_folder_to_the_first(tmp_path
     with pytest.raises(CheckpointError, match="does not exist"):
         predict(str(tmp_path / "run"), tmp_path / "new" / "folder" / "out.csv")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_of_other_variables_are_not_mixed(tmp_path):
+    (tmp_path / "last.pt").touch()
+    job = {"checkpoint": tmp_path / "last.pt", "overrides": [], "groups": {}, "split": "val"}
+    plans = [
+        plan(SimpleNamespace(**job, environment={"A": value}, check=lambda: SimpleNamespace(sha256="")), "csv")
+        for value in "112"
+    ]
+    assert plans[0] == plans[1] != plans[2]
 
 
 def test_a_group_is_found_in_the_folder_of_configs_that_the_run_was_given(tmp_path, monkeypatch):

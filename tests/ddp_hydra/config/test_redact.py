@@ -29,6 +29,10 @@ CONF = Path(__file__).parents[3] / "conf"
         "BANK_PIN",
         "passcode",
         "otp",
+        "login.user_otp",
+        "MY_DATABASE_PASS",
+        "email_pass",
+        "simPin",
     ],
 )
 def test_what_is_called_like_a_secret(name):
@@ -42,6 +46,8 @@ def test_what_is_called_like_a_secret(name):
         "DASK_DISTRIBUTED__COMM__TLS__CLIENT__KEY", "ssl_key", "ssl_key_file", "private_key_path", "passwordFile",
         "api_token_file", "client_keys", "ssl_keyfile", "credentials_path", "key_filename",
         "pass", "pin", "passes", "compass", "pin_memory", "low_pass", "forward_pass", "pass_at_1", "mapping", "options",
+        "max_pass", "min_pass", "train_pass", "val_pass", "render_pass", "filter_pass", "led_pin", "gpio_pin",
+        "reset_pin", "otp_ratio", "passcode_length", "db_pass_rate", "pass_db", "db.pass",
     ],
 )  # fmt: skip
 def test_what_is_not(name):
