@@ -329,8 +329,8 @@ def test_the_variables_of_a_run_are_set_for_what_its_model_does(run, capsys, mon
     monkeypatch.setattr(typed.RunRef, "is_own", property(lambda self: False))  # as of a run in a bucket
     with typed.environment_of(str(run), typed=["hydra.job.env_set.A=1"]) as found:
         assert found == {"A": "1"}
-    said = f"ddp_hydra: run={run} was given hydra.job.env_set.B, not set here: give it, or trust=true if you "
-    assert capsys.readouterr().err == f"{said}trust it\n"
+    said = f"ddp_hydra: run={run} was given hydra.job.env_set.B, which is not set here: give it, or "
+    assert capsys.readouterr().err == f"{said}trust=true if you trust it\n"
 
 
 @pytest.mark.parametrize(
