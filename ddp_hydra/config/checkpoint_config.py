@@ -36,6 +36,8 @@ _NODES: dict[Any, Any] = {bool: BooleanNode, float: FloatNode, int: IntegerNode}
 """Nodes that turn the text that an interpolation gives into a value of the key's type."""
 _NEEDED = ("data", "model", "task", "loss", "metrics")
 """Keys that are needed to load a trained model."""
+_FOR_TRAINING = ("optimizer.", "scheduler.", "callbacks.", "sampler.")
+"""Groups that no evaluation or prediction reads."""
 
 
 def stored_config(cfg: DictConfig) -> dict[str, Any]:
@@ -172,11 +174,21 @@ def _resolved(node: DictConfig, without: Sequence[str], prefix: str = "") -> dic
             found[key] = None
         elif OmegaConf.is_missing(node, key):
             found[key] = "???"
+        elif prefix.startswith(_FOR_TRAINING) and not _has_value(node, key):
+            found[key] = "???"  # such as ${oc.env:RATE}, on a machine without this variable
         elif isinstance(value := node[key], DictConfig):
             found[key] = _resolved(value, without, f"{prefix}{key}.")
         else:
             found[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     return found
+
+
+def _has_value(node: DictConfig, key: str) -> bool:
+    try:
+        OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value := node[key]) else value
+    except OmegaConfBaseException:
+        return False
+    return True
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

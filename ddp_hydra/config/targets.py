@@ -274,7 +274,20 @@ def reason_of(error: Exception, node: DictConfig) -> str:
     said = text.raised_at(error) or not_taken(node) or not_given(node, error) or told or type(error).__name__
     first, newline, rest = said.partition("\n")
     advice = ": for a tensor, give {_target_: torch.tensor, data: [...]}" if "ListConfig" in first else ""
+    if isinstance(error, TypeError) and re.search(r"\bstr\b", first) and (texts := _number_texts(node)):
+        advice = f': {texts[0]} is a text: give a number, or "${{oc.decode:${{oc.env:<NAME>}}}}" of a variable'
     return f"{first}{advice}{newline}{rest}"
+
+
+def _number_texts(node: DictConfig) -> list[str]:
+    """Return the arguments that are texts, and read like numbers: ["lr='0.1'"]."""
+    found: list[str] = []
+    for key, value in node.items():
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                float(value)
+                found.append(f"{key}={value!r}")
+    return found
 
 
 def prepared(node: DictConfig) -> Callable[..., Any]:

@@ -57,6 +57,16 @@ def test_the_environment_is_asked_anew_and_what_only_the_job_knows_is_resolved(m
         checkpoint_config.composed(kept)
 
 
+def test_what_only_a_training_needs_may_have_no_value(monkeypatch):
+    monkeypatch.delenv("A_RATE", raising=False)
+    optimizer = {"_target_": "torch.optim.SGD", "lr": "${oc.env:A_RATE}", "betas": ["${oc.env:A_RATE}", 1]}
+    again = checkpoint_config.composed(checkpoint_config.stored_config(config(optimizer=optimizer)))
+    assert (again.optimizer._target_, OmegaConf.is_missing(again.optimizer, "lr")) == ("torch.optim.SGD", True)
+    monkeypatch.setenv("A_RATE", "0.5")
+    again = checkpoint_config.composed(checkpoint_config.stored_config(config(optimizer=optimizer)))
+    assert list(again.optimizer.betas) == ["0.5", 1]
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [("data.buckets=a", "buckets"), ("trainer.epochs=many", "many"), ("trainer.epoch=3", "epoch")],

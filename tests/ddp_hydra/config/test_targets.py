@@ -128,3 +128,9 @@ def test_a_rank_says_what_its_import_raised(root, monkeypatch, target, said):
     monkeypatch.syspath_prepend(str(root))
     with pytest.raises(ConfigError, match=rf"^{target}: .*{said}"):
         targets.make(OmegaConf.create({"_target_": target}))
+
+
+def test_a_text_that_reads_like_a_number_is_told():
+    node = OmegaConf.create({"_target_": "torch.nn.Linear", "in_features": "4", "out_features": 2})
+    with pytest.raises(ConfigError, match=r"in_features='4' is a text: give a number, or \"\$\{oc\.decode:"):
+        targets.make(node)

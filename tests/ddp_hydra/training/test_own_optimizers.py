@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank.fault_injection import FaultInjector
 from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.training.checkpoint import read
@@ -20,7 +20,7 @@ from ddp_hydra.training.load_run import needed
 from ddp_hydra.training.loop import fit
 from ddp_hydra.training.parallel.fsdp2 import FSDP2
 from ddp_hydra.training.run import TrainingRun, seeded
-from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, check_resume, config
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, Run, check_resume, config
 from tests.ddp_hydra.training.plain_torch import CONSTANT, Net, rates
 
 
@@ -321,6 +321,22 @@ class Wrapper(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base.zero_grad(set_to_none)
+
+
+class Remembers(torch.optim.SGD):
+    """Keeps an object for each parameter, once it has made a step."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["memory"] = object()
+
+
+def test_a_state_that_can_not_be_saved_is_refused_after_the_first_step(train):
+    runs: list[Run] = []
+    with pytest.raises(CheckpointError, match=r"^optimizer: .*memory is a builtins\.object, which a checkpoint can't"):
+        train(whole=own("Remembers", lr=0.1), into=runs, log_every_steps=1)
+    assert runs[0].metrics("train/loss") == []
 
 
 def test_an_optimizer_may_wrap_another_one(train):
