@@ -204,6 +204,8 @@ class Run:
     """
 
     def __init__(self, folder: str | Path) -> None:
+        if "://" in str(folder):
+            raise ConfigError(f"{folder} is a URL, and Run reads a folder of this machine: copy the run to one")
         self.dir = Path(folder)
         if not self.dir.is_dir():
             raise ConfigError(f"{self.dir} is not a run directory: give one that a run has made, outputs/<date>/<time>")

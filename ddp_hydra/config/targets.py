@@ -286,7 +286,7 @@ def _number_texts(node: DictConfig) -> list[str]:
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
                 float(value)
-                found.append(f"{key}={value!r}")
+                found.append(f"{key!s}={value!r}")
     return found
 
 

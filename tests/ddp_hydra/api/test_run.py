@@ -224,6 +224,8 @@ def test_threads_may_start_runs_side_by_side(project, monkeypatch):
 def test_a_run_is_looked_at_by_its_directory(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="is not a run directory"):
         Run(tmp_path / "no")
+    with pytest.raises(ConfigError, match="^s3://a/b is a URL, and Run reads a folder"):
+        Run("s3://a/b")
     assert Run(tmp_path).metrics().empty
     assert Run(tmp_path).objective is None
     lines = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 1.0, "val/loss": 1.5}]
