@@ -11,6 +11,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import traceback
@@ -133,6 +135,19 @@ def children_end() -> Iterator[None]:
     if os.getpid() != owner:
         end()
         os._exit(code)
+
+
+def start_program(module: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start the `main` of a module as a program of its own. Return a socket to it, and the program.
+
+    The program finds the number of its socket in sys.argv. It ends when the other end is closed.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-c", f"from {module} import main; main()", str(theirs.fileno())]
+        path = os.pathsep.join(filter(None, sys.path))
+        program = subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path})
+    return ours, program
 
 
 def run_and_exit(work: Callable[[], int]) -> NoReturn:

@@ -20,6 +20,7 @@ import msgspec
 
 from ddp_hydra.checked import prepare
 from ddp_hydra.rank import fork_client
+from ddp_hydra.storage.files import try_lock, unlock
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,11 @@ def find(folder: Path) -> list[Lease]:
     found = []
     for path in folder.glob("*.lease"):
         with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                with contextlib.suppress(ValueError):
-                    found.append(msgspec.json.decode(file.read(), type=Lease))
-            else:
+            if try_lock(file.fileno()):
                 path.unlink()
+                continue
+            with contextlib.suppress(ValueError):
+                found.append(msgspec.json.decode(file.read(), type=Lease))
     return found
 
 
@@ -115,8 +114,7 @@ def _release(path: Path, handle: int) -> None:
         path.unlink(missing_ok=True)
         with fork_client.locked(path.parent):
             path.parent.rmdir()
-    fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
-    os.close(handle)
+    unlock(handle)
 
 
 prepare(Lease)

@@ -8,7 +8,6 @@ wait in its backlog instead of polling.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -27,6 +26,7 @@ from ddp_hydra.console.signals import open_standard_files
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import environment
 from ddp_hydra.rank.processes import has_ended, user_of
+from ddp_hydra.storage.files import try_lock, unlock
 
 log = logging.getLogger(__name__)
 TOLD_S = 1.0
@@ -123,8 +123,7 @@ def locked(folder: Path) -> Iterator[int]:
                 yield handle
                 return
         finally:
-            fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
-            os.close(handle)
+            unlock(handle)
     raise not_own(folder, f"there is {'a symbolic link' if folder.is_symlink() else 'something else'} in its place")
 
 
@@ -136,18 +135,11 @@ def not_own(path: Path | str, why: str) -> ConfigError:
 def lock(handle: int, folder: Path) -> None:
     """Lock a folder; say so where that takes longer than a second."""
     begin, is_told = time.monotonic(), False
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not is_told and time.monotonic() - begin > TOLD_S:
-                log.warning(
-                    "another process has locked %s: waiting for it; if it hangs, end it (fuser %s)", folder, folder
-                )
-                is_told = True
-            time.sleep(0.002)
-        else:
-            return
+    while not try_lock(handle):
+        if not is_told and time.monotonic() - begin > TOLD_S:
+            log.warning("another process has locked %s: waiting for it; if it hangs, end it (fuser %s)", folder, folder)
+            is_told = True
+        time.sleep(0.002)
 
 
 MAX_TRIES = 1000

@@ -199,9 +199,23 @@ def flocked(path: Path, flags: int = os.O_RDONLY) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
-        with contextlib.suppress(OSError):  # a process that was forked meanwhile has it open, too
-            fcntl.flock(handle, fcntl.LOCK_UN)
-        os.close(handle)
+        unlock(handle)
+
+
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file or folder; return False if another process has locked it."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(descriptor: int) -> None:
+    """Unlock a file and close it: a process that was forked meanwhile has it open, too, and would keep the lock."""
+    with contextlib.suppress(OSError):  # of a disk without locks
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

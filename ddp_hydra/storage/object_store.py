@@ -14,7 +14,6 @@ import pickle
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import urllib.error
@@ -29,6 +28,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar, cast
 from urllib.parse import quote, urlsplit, urlunsplit
 
+from ddp_hydra import forked
 from ddp_hydra.storage.base import PIECE_BYTES, RangesIgnoredError, Store, TemporaryError, bare_url, cause
 
 _THREADS = 32
@@ -67,14 +67,7 @@ class Reader:
     """A program that reads stores for this process, and ends with it. Each request has a connection of its own."""
 
     def __init__(self) -> None:
-        self._requests, theirs = socket.socketpair()
-        with theirs:
-            path = os.pathsep.join(filter(None, sys.path))
-            self.program = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import main; main()", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path},
-            )
+        self._requests, self.program = forked.start_program(__name__)
 
     def iterate(self, store: Any, method: str, args: Any, options: Any) -> Iterator[Any]:
         """Yield what a method of a store returns, as a list if it is no generator."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import gc
 import logging
 import multiprocessing
@@ -38,6 +37,7 @@ from ddp_hydra.cluster.connection import Scheduler, workers_of
 from ddp_hydra.console.signals import SIGNALS, held_back
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, describe_exit
 from ddp_hydra.rank.processes import die_with_parent, kill_group
+from ddp_hydra.storage.files import try_lock
 from ddp_hydra.sweep.planned_job import JobOutcome, PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import JobRow, JobState
@@ -371,10 +371,8 @@ def sweep_locked(folder: Path) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY)
     LOCKS.add(handle)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another sweep runs in {folder}: wait for it, or give another hydra.sweep.dir") from None
+        if not try_lock(handle):
+            raise ConfigError(f"another sweep runs in {folder}: wait for it, or give another hydra.sweep.dir")
         yield
     finally:
         LOCKS.remove(handle)

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from ddp_hydra.data.shards.tar_index import TarMembers
-from ddp_hydra.storage.files import flocked, private_folder
+from ddp_hydra.storage.files import flocked, private_folder, try_lock, unlock
 from ddp_hydra.storage.retry import FULL
 
 _OURS = re.compile(r"[0-9a-f]{32}-[\w.-]*\.tar(?P<kind>|\.npz|(\.npz\..*)?\.part)", re.ASCII)
@@ -88,7 +88,7 @@ class ShardFolder:
                 descriptor = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            if _lock(descriptor, fcntl.LOCK_SH) and os.fstat(descriptor).st_nlink:
+            if try_lock(descriptor, fcntl.LOCK_SH) and os.fstat(descriptor).st_nlink:
                 return descriptor
             os.close(descriptor)
             time.sleep(_BUSY_S)
@@ -238,7 +238,7 @@ class ShardFolder:
                 if n_bytes <= 0:
                     break
                 if (descriptor := _open_locked(self.path / file.name)) is not None:
-                    locks.callback(_release, descriptor)
+                    locks.callback(unlock, descriptor)
                     names.append(file.name)
                     n_bytes -= file.size
             if n_bytes > 0:
@@ -261,24 +261,10 @@ def _open_locked(path: Path, flags: int = 0) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
     except FileNotFoundError:
         return None
-    if _lock(descriptor, fcntl.LOCK_EX) and _is_same_file(path, descriptor):
+    if try_lock(descriptor, fcntl.LOCK_EX) and _is_same_file(path, descriptor):
         return descriptor
     os.close(descriptor)
     return None
-
-
-def _lock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _release(descriptor: int) -> None:
-    # Unlock a file, and close it: a process that was forked meanwhile has it open, too, and would keep the lock.
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
 
 
 def _is_same_file(path: Path, descriptor: int) -> bool:

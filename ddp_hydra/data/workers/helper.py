@@ -16,7 +16,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from typing import Any, NoReturn
 
 from ddp_hydra import forked
 from ddp_hydra.console.signals import SIGNALS, held_back
+from ddp_hydra.heartbeat import file_in_memory
 
 MOST_FDS = 200
 """Descriptors of one message."""
@@ -71,7 +71,7 @@ def send(to: socket.socket, data: bytes, fds: list[int]) -> None:
     # the reader would wait for the rest for ever, or take the next writer's message for it. A large one is in a file.
     try:
         if in_file := len(data) > _IN_MESSAGE:
-            fds.append(_anonymous_file())
+            fds.append(file_in_memory("ddp_hydra-message"))
             with open(fds[-1], "wb", closefd=False) as file:
                 file.write(data)
         socket.send_fds(to, [bytes([in_file]) + (b"" if in_file else data)], fds)
@@ -93,13 +93,6 @@ def receive(sender: socket.socket) -> tuple[bytes, list[int]]:
     with os.fdopen(fds.pop(), "rb") as file:
         file.seek(0)
         return file.read(), fds
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("ddp_hydra-message")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 class Helper:
@@ -154,11 +147,7 @@ def current() -> Helper:
     with _lock:
         helper = _current()
         if helper is None or helper.owner != os.getpid() or helper.has_ended:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                command = [sys.executable, "-c", f"from {__name__} import main; main()", str(theirs.fileno())]
-                path = os.pathsep.join(filter(None, sys.path))
-                program = subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path})
+            ours, program = forked.start_program(__name__)
             helper = Helper(ours)
             weakref.finalize(helper, _end, ours, program)
             _current = weakref.ref(helper)

@@ -224,7 +224,7 @@ def test_threads_may_start_runs_side_by_side(project, monkeypatch):
 def test_a_run_is_looked_at_by_its_directory(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="is not a run directory"):
         Run(tmp_path / "no")
-    with pytest.raises(ConfigError, match="^s3://a/b is a URL, and Run reads a folder"):
+    with pytest.raises(ConfigError, match=r"^s3://a/b is a URL, and Run reads a folder"):
         Run("s3://a/b")
     assert Run(tmp_path).metrics().empty
     assert Run(tmp_path).objective is None
