@@ -6,7 +6,7 @@ import shutil
 import socket
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -73,14 +73,17 @@ def first_sentence(error: Exception) -> str:
 
 def load_fitting(path: Path, model: nn.Module, world: World) -> list[str]:
     # A collective. Only the host of rank 0 has the file.
-    given = world.send(lambda: weights_in(path))
-    changed = getattr(model, "changed_names", frozenset()) - given.keys()
+    own = dict(plain_state.tensors(model.state_dict()))
+    known = own.keys() | {IN_ADAPTED.sub(".", name) for name in own}
+    found: dict[str, torch.Tensor] = world.send(lambda: weights_in(path))
+    given = {unwrapped(name, known): value for name, value in found.items()}
+    given |= {name: value for name, value in found.items() if name in known}
+    changed: frozenset[str] = getattr(model, "changed_names", frozenset()) - given.keys()
     if begun := sorted(name for name in changed if IN_ADAPTED.sub(".", name) in given):
         raise ConfigError(
             f"{path} lacks {begun[0]}, which peft has changed as the adapter began, so its other weights don't fit: "
             "give adapter.init_lora_weights=true with model.weights"
         )
-    own = dict(plain_state.tensors(model.state_dict()))
     given |= {name: given[plain] for name in own if (plain := IN_ADAPTED.sub(".", name)) in given}
     own = {name: one for name, one in own.items() if name in given or not (".lora_" in name or name in unsaved(model))}
     fitting = {name: value for name, value in given.items() if name in own and value.shape == own[name].shape}
@@ -105,7 +108,21 @@ def weights_in(path: Path) -> dict[str, torch.Tensor]:
     found = dict(plain_state.tensors(content)) if isinstance(content, dict) else {}
     if not found or not all(isinstance(name, str) for name in found):
         raise CheckpointError(f"{path} holds no weights: give a state_dict of names and tensors")
-    return {name.removeprefix("module."): value for name, value in found.items()}
+    return found
+
+
+_OF_WRAPPERS = ("module.", "_orig_mod.")
+"""What DistributedDataParallel and torch.compile put before the names of a model's weights."""
+
+
+def unwrapped(name: str, known: Container[str]) -> str:
+    # A model's own names may begin so, too.
+    found = name
+    while found not in known:
+        if (prefix := next(filter(found.startswith, _OF_WRAPPERS), None)) is None:
+            return name
+        found = found.removeprefix(prefix)
+    return found
 
 
 def write(content: dict[str, Any], path: Path, step: int) -> ReportingFile:

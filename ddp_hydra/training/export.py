@@ -33,6 +33,7 @@ from ddp_hydra.storage.files import replacing, writing
 from ddp_hydra.training import build_data, builders, plain_state
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.load_run import TrainedModel
+from ddp_hydra.training.parallel import weights
 
 Written = tuple[Callable[..., Any], tuple[str, ...]]
 """The written model as a function, and which of `FREE` it takes in any size."""
@@ -171,14 +172,17 @@ def safetensors(trained: TrainedModel, model: nn.Module, example: Example, path:
         from safetensors.torch import load_model, save_model
     except ModuleNotFoundError:
         raise missing("safetensors", "safetensors") from None
+    if others := {key: type(value) for key, value in model.state_dict().items() if not torch.is_tensor(value)}:
+        key, kind = next(iter(others.items()))
+        raise ConfigError(f"format=safetensors holds tensors only, and {key} is a {kind.__name__}: give format=torch")
     config = redact.without({name: trained.config[name] for name in ("model", "task", "data")})
     meta = {"format": "pt", "config": json.dumps(config), "data": json.dumps(trained.data.as_dict())}
     path.touch()  # by the umask, which save_model does not ask
     mode = path.stat().st_mode
-    save_model(model, str(path), {**meta, "step": str(trained.step)})
+    save_model(weights.made_contiguous(model), str(path), {**meta, "step": str(trained.step)})
     path.chmod(mode)
     again = builders.model(trained.cfg, trained.data).eval()
-    load_model(again, str(path))
+    load_model(weights.made_contiguous(again), str(path))
     return again, FREE[:1]
 
 

@@ -257,6 +257,8 @@ class OptimizerSettings:
             group["initial_lr"] = new_lr
             if hasattr(self.scheduler, "base_lrs"):
                 self.scheduler.base_lrs[number] = new_lr
+            if isinstance(self.scheduler, FactorLR):
+                self.scheduler.written = None
 
 
 def _node(config: Mapping[str, Any], section: str, name: str) -> Mapping[str, Any]:

@@ -49,18 +49,38 @@ def set_rate(group: dict[str, Any], rate: Any) -> None:
 
 
 class FactorLR:
-    """Sets the rate to a factor of the optimizer's own, by the steps done, which need not be a whole number."""
+    """Sets the rate to a factor of the optimizer's own, by the steps done, which need not be a whole number.
+
+    It writes a rate only where its factor changes: with a constant one, an optimizer may adapt the rate itself.
+
+    Attributes:
+        written: the factor of the rates that were written last; None has them written in any case.
+    """
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[float], float]) -> None:
         self.optimizer, self.factor = optimizer, factor
         keep_first_rates(optimizer.param_groups)
         self.base_lrs = [first_rate(group) for group in optimizer.param_groups]
         self.last_epoch = 0.0
+        self.written: float | None = None
         self.go_to(0)
 
     def go_to(self, done: float) -> None:
-        self.last_epoch = done
-        for group, rate in zip(self.optimizer.param_groups, self.get_last_lr(), strict=True):
+        self.last_epoch, factor = done, self.factor(done)
+        if factor != self.written:
+            self.written = factor
+            self._write(0)
+
+    def extend(self) -> None:
+        """Give the groups that the optimizer has got since the rates of this step."""
+        first = len(self.base_lrs)
+        added = self.optimizer.param_groups[first:]
+        keep_first_rates(added)
+        self.base_lrs.extend(map(first_rate, added))
+        self._write(first)
+
+    def _write(self, first: int) -> None:
+        for group, rate in list(zip(self.optimizer.param_groups, self.get_last_lr(), strict=True))[first:]:
             if rate is not None:
                 set_rate(group, rate)
 
@@ -71,10 +91,11 @@ class FactorLR:
         return [None if base is None else base * self.factor(self.last_epoch) for base in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"base_lrs": list(self.base_lrs), "last_epoch": self.last_epoch}
+        return {"base_lrs": list(self.base_lrs), "last_epoch": self.last_epoch, "written": self.written}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.base_lrs, self.last_epoch = list(state["base_lrs"]), state["last_epoch"]
+        self.written = state["written"]
 
 
 def constant(optimizer: Optimizer, total_steps: int, epoch_steps: int = 1, **options: Any) -> FactorLR:

@@ -105,7 +105,7 @@ class UpdateBuilder:
         owners = [(update.part.part, update.optimizer) for update in updates.values()]
         unfreeze(self.cfg, self.parallel.model, owners, stage)
         for update in updates.values():
-            extend(update.scheduler, update.optimizer)
+            extend(update.scheduler)
         return self._updates(
             {name: (old.optimizer, old.scheduler, old.scaler, old.weighing) for name, old in updates.items()}
         )
@@ -132,14 +132,11 @@ def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module,
         to_train(optimizer)
 
 
-def extend(scheduler: Any, optimizer: Optimizer) -> None:
+def extend(scheduler: Any) -> None:
     if not isinstance(scheduler, FactorLR):
         own = "take scheduler=cosine, linear, step or none"
         raise ConfigError(f"parameters can't be unfrozen with {type(scheduler).__name__}: {own}")
-    added = optimizer.param_groups[len(scheduler.base_lrs) :]
-    keep_first_rates(added)
-    scheduler.base_lrs.extend(map(first_rate, added))
-    scheduler.go_to(scheduler.last_epoch)
+    scheduler.extend()
 
 
 def optimizer(

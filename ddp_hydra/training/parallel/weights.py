@@ -527,3 +527,11 @@ def _are_alike(averaged: Sequence[Named], current: Sequence[Named]) -> bool:
 
 def _is_like(old: Tensor, new: Tensor) -> bool:
     return old.dtype == new.dtype and old.layout == new.layout and old.is_same_size(new)
+
+
+def made_contiguous(model: nn.Module) -> nn.Module:
+    # safetensors takes other layouts, but not under two names.
+    for one in (*model.parameters(), *model.buffers()):
+        if one.layout == torch.strided and not one.is_contiguous():
+            one.data = one.data.contiguous()
+    return model

@@ -18,10 +18,10 @@ from torch import nn
 from ddp_hydra import heartbeat
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.rank.world import World
+from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.record import Checkpoint
 from ddp_hydra.training import lr_schedules, sharded_checkpoint
-from ddp_hydra.training.checkpoint import CheckpointSaver, read, write
+from ddp_hydra.training.checkpoint import CheckpointSaver, load_fitting, read, write
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.parallel.weights import Ema
 from ddp_hydra.training.state import FORMAT, Position, TrainingState
@@ -576,3 +576,20 @@ def test_a_checkpoint_that_could_not_be_written_is_heard_of_once(sent, tmp_path)
         writer.wait()
     writer.wait()
     assert sent == []
+
+
+class Holder(nn.Module):
+    """Has a part of the name that DistributedDataParallel gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("build", [Holder, lambda: nn.Linear(2, 3)])
+def test_weights_fit_with_the_names_that_wrappers_give_and_without(prefix, build, tmp_path):
+    saved, model = build(), build()
+    torch.save({f"{prefix}{name}": value for name, value in saved.state_dict().items()}, tmp_path / "weights.pt")
+    assert load_fitting(tmp_path / "weights.pt", model, ALONE) == []
+    assert flat(model.state_dict()) == flat(saved.state_dict())

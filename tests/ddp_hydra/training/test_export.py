@@ -203,3 +203,40 @@ def test_a_packed_sequence_is_refused_where_torch_export_takes_none(tmp_path, mo
     with pytest.raises(ConfigError, match=r"takes no PackedSequence, with which OfPacked is called: give format=torch"):
         export.export(run, example, "torch_export", tmp_path / "m", 1e-4)
     assert export.export(run, example, "torch", tmp_path / "m", 1e-4)["sizes"] == (2,)
+
+
+class Tied(nn.Module):
+    """Has a weight of two names whose numbers are not side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.one.weight = self.two.weight = nn.Parameter(torch.randn(4, 4).t())
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x)))
+
+
+class Counting(nn.Module):
+    """Has a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 3), 0
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+def test_safetensors_takes_tied_weights_in_any_layout_and_refuses_what_is_no_tensor(tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    assert export.export(trained_as(Tied(), monkeypatch), EXAMPLE, "safetensors", tmp_path / "m", 0)["difference"] == 0
+    with pytest.raises(ConfigError, match=r"^format=safetensors holds tensors only, and _extra_state is a dict: give"):
+        export.export(trained_as(Counting(), monkeypatch), EXAMPLE, "safetensors", tmp_path / "n", 0)
+    assert export.export(trained_as(Counting(), monkeypatch), EXAMPLE, "torch", tmp_path / "n", 1e9)["difference"] >= 0

@@ -323,6 +323,33 @@ class Wrapper(torch.optim.Optimizer):
         self.base.zero_grad(set_to_none)
 
 
+class Halving(torch.optim.SGD):
+    """Adapts its rate itself."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+
+
+def test_an_optimizer_may_adapt_its_rate(train):
+    model = Net()
+    taken = rates(model, Halving(model.parameters(), lr=0.1))
+    options = own("Halving", lr=0.1) | {"model": {"_target_": "tests.ddp_hydra.training.plain_torch.Net"}}
+    whole, stopped = check_resume(train, ("forward", 5), whole=options, log_every_steps=1)
+    assert [rate for _, rate in whole.metrics("lr")] == taken
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in read(whole.last)["model"].items())
+    again = options | {"optimizer": {**options["optimizer"], "lr": 0.8}}
+    resumed = train(resume=stopped.last, whole=again, log_every_steps=1)
+    assert resumed.metrics("lr")[0] == (6, 0.8)
+
+
+def test_a_schedule_sets_the_rate_of_an_optimizer_that_adapts_it(train):
+    warm = own("Halving", lr=0.1) | {"scheduler": {**CONSTANT, "warmup_steps": 3}}
+    found = [rate for _, rate in train(whole=warm, log_every_steps=1).metrics("lr")]
+    assert found == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.05, 0.025, 0.0125, 0.00625])
+
+
 class Remembers(torch.optim.SGD):
     """Keeps an object for each parameter, once it has made a step."""
 
