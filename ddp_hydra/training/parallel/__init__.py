@@ -95,7 +95,10 @@ class Parallel:
     ) -> list[str]:
         # A collective. It returns what the weights to load had no value for. `saved`: names that have a value in the
         # state that will be loaded afterwards.
-        model = make().to(device)
+        model = make()
+        if is_trained:
+            weights.check_own_state(model)
+        model = model.to(device)
         weights.read_rows(model)
         untouched = load(model, self.world) if load is not None else []
         self.channels_last = weights.lay_out(model, trainer.channels_last)
