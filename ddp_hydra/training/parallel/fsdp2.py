@@ -170,7 +170,7 @@ class FSDP2(Parallel):
             moved = value.detach().to(parameter.device_mesh.device_type)
             own = distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=0)
             local(parameter).copy_(local(own))
-        weights.broadcast_buffers(self.model, self.world)
+        weights.broadcast_buffers(self.world, self.model)
 
     def _mesh(self, device: torch.device) -> DeviceMesh:
         shards = self.world.size // self.replicas
@@ -450,7 +450,7 @@ class ShardedStep(PartStep):
 
     def __call__(self, batch: Any) -> Any:
         if self.sends_buffers:
-            weights.broadcast_buffers(self.part, self.world)
+            weights.broadcast_buffers(self.world, self.step)
             self.sent = self._versions()
         self.was_called = False
         try:
@@ -465,7 +465,7 @@ class ShardedStep(PartStep):
         return result
 
     def _versions(self) -> list[tuple[Tensor, int]]:
-        return [(buffer, buffer._version) for buffer in self.part.buffers()]
+        return [(buffer, buffer._version) for buffer in self.step.buffers()]
 
     def has_changed_buffers(self) -> bool:
         now = self._versions()

@@ -74,9 +74,9 @@ def broadcast(tensors: Iterable[Tensor], world: World) -> None:
             tensor.copy_(content.view(tensor.dtype).reshape(tensor.shape))
 
 
-def broadcast_buffers(model: nn.Module, world: World) -> None:
+def broadcast_buffers(world: World, *modules: nn.Module) -> None:
     # A collective.
-    broadcast(model.buffers(), world)
+    broadcast((buffer for module in modules for buffer in module.buffers()), world)
 
 
 def statistics(model: nn.Module) -> Iterator[Tensor]:
@@ -225,7 +225,7 @@ def read_rows(model: nn.Module) -> None:
 
 
 class BufferCopy:
-    """A copy of the buffers of a model, which can be put back.
+    """A copy of the buffers of modules, as a model and its loss, which can be put back.
 
     A forward pass may write into a buffer, or give it another tensor, as `self.mean = 0.9 * self.mean + …` does.
 
@@ -233,9 +233,9 @@ class BufferCopy:
         saved: copy only those that checkpoints have. A model may keep in an attribute what it has made another one for.
     """
 
-    def __init__(self, model: nn.Module, saved: bool = False) -> None:
+    def __init__(self, *modules: nn.Module, saved: bool = False) -> None:
         self.saved = saved
-        self.owners = [module for module in model.modules() if saved or module._buffers]
+        self.owners = [part for module in modules for part in module.modules() if saved or part._buffers]
         self.buffers: list[dict[str, Tensor | None]] = []
         self.copies: dict[int, Tensor] = {}  # of each tensor, by its id; modules may share one
         self.save()
@@ -267,8 +267,8 @@ class BufferCopy:
 
 
 @contextmanager
-def restored_buffers(model: nn.Module) -> Iterator[None]:
-    kept = BufferCopy(model)
+def restored_buffers(*modules: nn.Module) -> Iterator[None]:
+    kept = BufferCopy(*modules)
     try:
         yield
     finally:
