@@ -25,6 +25,7 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders
 from ddp_hydra.training.optimizers import has_eval_weights, optimizer
 from ddp_hydra.training.parallel import parameter_groups, units, weights
+from ddp_hydra.training.train_step import modules_of
 from ddp_hydra.training.update import is_of_torch
 
 MOST_RANKS = 4096
@@ -160,11 +161,19 @@ def forward_pass(model: nn.Module, task: Task, update: str, batch: Any, cfg: Dic
         task = copy.copy(task)
         task.__dict__["mix"] = None  # it draws a value, and its operations are few
     step, counter, kept = _Step(task, model.train(), update), FlopCounterMode(display=False), _Kept()
+    others = modules_of(task)  # which train later
     done: list[Any] = []
     noted = model.register_forward_hook(lambda *_: done.append(None))
     activations: int | None = None
     try:
-        with noted, FakeTensorMode(allow_non_fake_inputs=True), StateGuard(), warnings.catch_warnings(action="ignore"):
+        with (
+            weights.restored_buffers(*others),
+            parameter_groups.evaluation_mode(others),
+            noted,
+            FakeTensorMode(allow_non_fake_inputs=True),
+            StateGuard(),
+            warnings.catch_warnings(action="ignore"),
+        ):
             named = [*step.named_parameters(), *step.named_buffers()]
             fakes = {name: torch.empty_like(one, device="cpu") for name, one in named}
             for name, one in named:

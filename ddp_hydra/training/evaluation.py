@@ -25,8 +25,9 @@ from ddp_hydra.tasks import Step, Task
 from ddp_hydra.tasks.classification import is_samplewise
 from ddp_hydra.training.consensus import Rounds
 from ddp_hydra.training.metrics import Meter, added, computed, count, named
+from ddp_hydra.training.parallel.parameter_groups import evaluation_mode
 from ddp_hydra.training.parallel.weights import broadcast_buffers, restored_buffers
-from ddp_hydra.training.train_step import as_step, explained
+from ddp_hydra.training.train_step import as_step, explained, modules_of
 
 FEW = 8
 """Samples of each rank with which metrics are tried."""
@@ -50,7 +51,7 @@ class Evaluation:
         if not self.metrics.metrics and not is_typed:
             return
         few = replace(self, batch_size=min(self.batch_size, FEW), metrics=self.metrics.copied())
-        with warnings.catch_warnings(action="ignore"), restored_buffers(model):
+        with warnings.catch_warnings(action="ignore"), restored_buffers(model, *modules_of(self.task)):
             found = few.run(model, stop=lambda: True, are_few=True)
         are_known = type(self.task).metrics is Task.metrics and few.metrics.are_complete
         if metric.startswith("val/") and are_known and "val/loss" in found and metric not in found:
@@ -59,9 +60,15 @@ class Evaluation:
     @torch.no_grad()
     def run(self, model: nn.Module, stop: Callable[[], Any], are_few: bool = False) -> dict[str, float]:
         # A collective. The ranks' shares of the samples may differ in size; the number of forward passes does not.
-        world = self.metrics.world
-        broadcast_buffers(model, world)  # BatchNorm's statistics may differ; rank 0's are saved
+        world, others = self.metrics.world, modules_of(self.task)
+        broadcast_buffers(world, model, *others)  # BatchNorm's statistics may differ; rank 0's are saved
         model.eval()
+        with evaluation_mode(others):
+            return self._numbers(model, stop, are_few)
+
+    def _numbers(self, model: nn.Module, stop: Callable[[], Any], are_few: bool) -> dict[str, float]:
+        # A collective.
+        world = self.metrics.world
         results.take_means()  # the training's
         mixture = getattr(self.loader.dataset, "mixture", None)
         of_sets = {}

@@ -34,6 +34,7 @@ from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import Rounds, StepConsensus, StopSignal
 from ddp_hydra.training.data_description import DataDescription, length, shown
 from ddp_hydra.training.load_run import TrainedModel, refuse_targets
+from ddp_hydra.training.train_step import modules_of
 
 PARTS = 64
 """Parts that a small data set is cut into, if it has as many batches."""
@@ -74,6 +75,8 @@ def opened(job: Mapping[str, Any], checkpoint: str, world: World) -> Iterator[In
         check_data(trained.data, DataDescription.of(data), f"data.{split}", world)
         task = builders.task(cfg, trained.data, trained.device)
         load_run.restore_loss(task, content, cfg)
+        for module in modules_of(task):
+            module.eval()
         yield Inference(job, trained, task, data, world)
 
 

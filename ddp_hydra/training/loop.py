@@ -31,7 +31,9 @@ from ddp_hydra.training.lr_schedules import steps_in_epoch
 from ddp_hydra.training.metrics import Count, Meter, computed, count, named
 from ddp_hydra.training.monitor import bad_of_all_ranks, count_bad
 from ddp_hydra.training.parallel import weights
+from ddp_hydra.training.parallel.parameter_groups import evaluation_mode
 from ddp_hydra.training.run import TrainingRun, seed_step
+from ddp_hydra.training.train_step import modules_of
 from ddp_hydra.training.update import Update
 
 OF_THE_CLIENT = ("cluster", "dispatch", "results")
@@ -301,7 +303,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     run.state.check()
     metrics, batch = named("train", computed(run.task, meter.result())), micro_batches[0].batch
     losses = ", ".join(f"{value:.4f}" for name, value in metrics.items() if name.endswith("loss"))
-    with torch.no_grad(), run.autocast:
+    with torch.no_grad(), run.autocast, evaluation_mode(modules_of(run.task)):
         predicted = described(run.task.predict(run.model.eval(), batch))
     if run.validation is not None:
         metrics |= run.validation.run(run.model, lambda: True, are_few=True)

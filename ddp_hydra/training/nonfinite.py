@@ -52,7 +52,7 @@ class NonFiniteHandler:
 
     def __init__(self, policy: str, max_steps: int, state: TrainingState) -> None:
         self.policy, self.max_steps, self.state = policy, max_steps, state
-        self.buffers = BufferCopy(state.model) if policy != "abort" else None
+        self.buffers = BufferCopy(*state.trained_modules()) if policy != "abort" else None
         self.checkpoint: Callable[[], dict[str, Any]] | None = None
         self.checkpoint_buffers: list[BufferCopy] = []
         self.stages = 0

@@ -27,7 +27,7 @@ from ddp_hydra.training.finite import GradientNorms, is_finite
 from ddp_hydra.training.parallel import parameter_groups, weights
 from ddp_hydra.training.parallel.units import BY_BLOCK, blocks_of, compile_each, torch_mode
 from ddp_hydra.training.parallel.weights import Ema
-from ddp_hydra.training.train_step import TrainStep
+from ddp_hydra.training.train_step import TrainStep, modules_of
 
 Named = Sequence[tuple[str, nn.Parameter]]
 Load = Callable[[nn.Module, World], list[str]]
@@ -95,7 +95,10 @@ class Parallel:
     ) -> list[str]:
         # A collective. It returns what the weights to load had no value for. `saved`: names that have a value in the
         # state that will be loaded afterwards.
-        model = make().to(device)
+        model = make()
+        if is_trained:
+            weights.check_own_state(model)
+        model = model.to(device)
         weights.read_rows(model)
         untouched = load(model, self.world) if load is not None else []
         self.channels_last = weights.lay_out(model, trainer.channels_last)
@@ -143,9 +146,13 @@ class Parallel:
     def broadcast_rest(self, task: Task) -> None:
         # A collective. Wrappers send what a step trains; other parts of the model, and the task's own models, begin
         # alike.
-        modules = [self.model, *(part for part in vars(task).values() if isinstance(part, nn.Module))]
         sent = {id(one) for part in self.parts.values() for one in weights.tensors_of(part.step)}
-        others = (one for module in modules for one in weights.tensors_of(module) if id(one) not in sent)
+        others = (
+            one
+            for module in (self.model, *modules_of(task))
+            for one in weights.tensors_of(module)
+            if id(one) not in sent
+        )
         weights.broadcast(others, self.world)
 
     # -- what walks the model ----------------------------------------------------------------------------------

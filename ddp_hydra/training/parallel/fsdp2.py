@@ -114,6 +114,8 @@ class FSDP2(Parallel):
             return super().build(trainer, make, device, load, saved, is_trained)
         model, sends = self._built(make, saved, reads_rows=load is None)
         check_parameters(model)
+        if is_trained:
+            weights.check_own_state(model)
         untouched: list[str] = []
         if load is not None and (self.world.rank == 0 or not sends):
             if not weights.on_meta(model):
@@ -168,7 +170,7 @@ class FSDP2(Parallel):
             moved = value.detach().to(parameter.device_mesh.device_type)
             own = distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=0)
             local(parameter).copy_(local(own))
-        weights.broadcast_buffers(self.model, self.world)
+        weights.broadcast_buffers(self.world, self.model)
 
     def _mesh(self, device: torch.device) -> DeviceMesh:
         shards = self.world.size // self.replicas
@@ -271,9 +273,10 @@ class FSDP2(Parallel):
             return super().build_average(decay)
         with StateGuard():
             model = self._outline(self.make)
-        average = self._shard_modules(model, is_trained=False)
-        average.load_state_dict(self.model.state_dict())
-        return Ema(self.model, decay, average)
+        average = Ema(self.model, decay, self._shard_modules(model, is_trained=False))
+        average.take(self.model)  # also what the model leaves out of its state
+        average.steps = 0
+        return average
 
     def copy_of(self, tensor: Tensor, name: str, whole: bool = False) -> Tensor:
         # A collective, if `whole`: then rank 0 gets all of the tensor, and the others get nothing.
@@ -447,7 +450,7 @@ class ShardedStep(PartStep):
 
     def __call__(self, batch: Any) -> Any:
         if self.sends_buffers:
-            weights.broadcast_buffers(self.part, self.world)
+            weights.broadcast_buffers(self.world, self.step)
             self.sent = self._versions()
         self.was_called = False
         try:
@@ -462,7 +465,7 @@ class ShardedStep(PartStep):
         return result
 
     def _versions(self) -> list[tuple[Tensor, int]]:
-        return [(buffer, buffer._version) for buffer in self.part.buffers()]
+        return [(buffer, buffer._version) for buffer in self.step.buffers()]
 
     def has_changed_buffers(self) -> bool:
         now = self._versions()

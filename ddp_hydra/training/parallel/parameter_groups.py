@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -71,6 +71,21 @@ def train_mode(model: nn.Module, frozen_norms: Iterable[nn.Module]) -> None:
     model.train()
     for layer in frozen_norms:
         layer.eval()
+
+
+@contextmanager
+def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    before = [(module, module.training) for module in modules]
+    of_parts = [(part, part.training) for module in modules for part in module.modules()]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in before:  # a `train` of its own may do more
+            module.train(is_training)
+        for part, is_training in of_parts:
+            part.training = is_training
 
 
 def parameters(given: Iterable[nn.Parameter], decay_all: bool) -> list[dict[str, Any]] | list[nn.Parameter]:

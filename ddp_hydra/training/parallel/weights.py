@@ -74,9 +74,9 @@ def broadcast(tensors: Iterable[Tensor], world: World) -> None:
             tensor.copy_(content.view(tensor.dtype).reshape(tensor.shape))
 
 
-def broadcast_buffers(model: nn.Module, world: World) -> None:
+def broadcast_buffers(world: World, *modules: nn.Module) -> None:
     # A collective.
-    broadcast(model.buffers(), world)
+    broadcast((buffer for module in modules for buffer in module.buffers()), world)
 
 
 def statistics(model: nn.Module) -> Iterator[Tensor]:
@@ -225,7 +225,7 @@ def read_rows(model: nn.Module) -> None:
 
 
 class BufferCopy:
-    """A copy of the buffers of a model, which can be put back.
+    """A copy of the buffers of modules, as a model and its loss, which can be put back.
 
     A forward pass may write into a buffer, or give it another tensor, as `self.mean = 0.9 * self.mean + …` does.
 
@@ -233,9 +233,9 @@ class BufferCopy:
         saved: copy only those that checkpoints have. A model may keep in an attribute what it has made another one for.
     """
 
-    def __init__(self, model: nn.Module, saved: bool = False) -> None:
+    def __init__(self, *modules: nn.Module, saved: bool = False) -> None:
         self.saved = saved
-        self.owners = [module for module in model.modules() if saved or module._buffers]
+        self.owners = [part for module in modules for part in module.modules() if saved or part._buffers]
         self.buffers: list[dict[str, Tensor | None]] = []
         self.copies: dict[int, Tensor] = {}  # of each tensor, by its id; modules may share one
         self.save()
@@ -267,8 +267,8 @@ class BufferCopy:
 
 
 @contextmanager
-def restored_buffers(model: nn.Module) -> Iterator[None]:
-    kept = BufferCopy(model)
+def restored_buffers(*modules: nn.Module) -> Iterator[None]:
+    kept = BufferCopy(*modules)
     try:
         yield
     finally:
@@ -365,12 +365,51 @@ def load_copied(model: nn.Module, state: Mapping[str, Any]) -> None:
     for name, value in state.items():
         if name not in copied:
             decoded[name] = plain_state.decode(plain_state.encode(value, copy=clone))
-    without = unsaved(model)
-    missing, unexpected = model.load_state_dict(decoded, strict=not without)
-    missing = [name for name in missing if not any(name == one or name.startswith(f"{one}.") for one in without)]
+    is_strict, own = not unsaved(model), state_of(model)
+    # A strict load raises where names differ. What a model's own method accepts is right, whatever that returns.
+    found = model.load_state_dict(decoded, **({} if is_strict else {"strict": False}))
     keep_loaded(model, decoded)
-    if missing or unexpected:
-        raise RuntimeError(f"it lacks {missing[:3]}, and has {unexpected[:3]}, which the model lacks")
+    if not is_strict and found is not None:
+        missing, unexpected = [name for name in found.missing_keys if name in own], found.unexpected_keys
+        if missing or unexpected:
+            raise RuntimeError(f"it lacks {missing[:3]}, and has {unexpected[:3]}, which the model lacks")
+
+
+def check_own_state(model: nn.Module) -> None:
+    """Refuse a model that does not load its own state: it would train, and none of its checkpoints could be used.
+
+    Methods of its own and hooks may change the names in a state. Torch's own methods need no check.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    has_own = type(model).load_state_dict is not nn.Module.load_state_dict
+    if on_meta(model) or (not has_own and state_of(model).keys() == _names_by_torch(model)):
+        return
+    try:
+        trial = copy.deepcopy(model)  # loading may round or count
+    except Exception:  # a lock, an open file
+        return
+    try:
+        load_copied(trial, state_of(trial))
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"{type(model).__name__}.load_state_dict does not take what its state_dict returns ({reason:.300}), so no "
+            "checkpoint of it could be loaded: define load_state_dict so that it does, as by "
+            "super().load_state_dict(state, strict=False) where state_dict leaves names out"
+        ) from error
+
+
+def _names_by_torch(model: nn.Module) -> set[str]:
+    # Of a state dict that no method and no hook of the model has changed.
+    found = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for path, module in model.named_modules(remove_duplicate=False):
+        buffers = {name for name, one in module._buffers.items() if one is not None}
+        extra = {"_extra_state"} if type(module).get_extra_state is not nn.Module.get_extra_state else set()
+        own = (buffers - module._non_persistent_buffers_set) | extra
+        found |= {f"{path}.{name}".lstrip(".") for name in own}
+    return found - unsaved(model)
 
 
 def _needs_average(decay: float) -> tuple[str, str]:
