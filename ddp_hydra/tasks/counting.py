@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -210,7 +211,7 @@ def takes_class_numbers(criterion: Any) -> bool:
 
 def _kind(criterion: Any, options: dict[str, Any]) -> str:
     """Return what a criterion is a mean over: "own", "classes", "elements", "rows"; "" if that is unknown."""
-    if callable(getattr(criterion, "n", None)):
+    if inspect.isroutine(getattr(criterion, "n", None)):  # a layer may have this name
         return "own"
     for base in type(criterion).__mro__:
         if vars(base).get("counts_classes"):

@@ -48,7 +48,18 @@ class Same(nn.CrossEntropyLoss):
     pass
 
 
-@pytest.mark.parametrize("criterion", [Scaled(ignore_index=0), Focal(), Ours(ignore_index=0), Stable()], ids=repr)
+class Normed(nn.Module):
+    """Has a layer of the name of the method that counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.n = nn.BatchNorm1d(3)
+
+    def forward(self, prediction, target):
+        return F.cross_entropy(self.n(prediction), target)
+
+
+@pytest.mark.parametrize("criterion", [Scaled(ignore_index=0), Focal(), Ours(ignore_index=0), Stable(), Normed()], ids=repr)
 def test_a_subclass_with_a_forward_of_its_own_is_weighed_by_samples_and_the_header_says_so(criterion):
     counting = Counting(criterion)
     assert counting.n(torch.randn(8, 3), NUMBERS) is None
