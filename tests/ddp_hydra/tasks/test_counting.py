@@ -59,7 +59,10 @@ class Normed(nn.Module):
         return F.cross_entropy(self.n(prediction), target)
 
 
-@pytest.mark.parametrize("criterion", [Scaled(ignore_index=0), Focal(), Ours(ignore_index=0), Stable(), Normed()], ids=repr)
+LAYERS = [Scaled(ignore_index=0), Focal(), Ours(ignore_index=0), Stable(), Normed()]
+
+
+@pytest.mark.parametrize("criterion", LAYERS, ids=repr)
 def test_a_subclass_with_a_forward_of_its_own_is_weighed_by_samples_and_the_header_says_so(criterion):
     counting = Counting(criterion)
     assert counting.n(torch.randn(8, 3), NUMBERS) is None
