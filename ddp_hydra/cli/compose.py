@@ -34,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from ddp_hydra.config import env_values, project, redact, references, schema, unknown_keys
+from ddp_hydra.config import env_values, experiments, project, redact, references, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import (
     CONFIG_DIR,
     ENV_SET,
@@ -298,7 +298,7 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
 def with_one_run(arguments: list[str], typed: Sequence[str]) -> list[str]:
     """Let `resume=<run>` go on with one run where its config makes sweeps, unless what is typed now may make one."""
     resumed = next((value_of(word) for word in typed if word.startswith("resume=")), "")
-    may_sweep = {*MODES, *unknown_keys.GROUPS} & set(map(key_of, typed)) or any(map(_is_sweep, typed))
+    may_sweep = {*MODES, *experiments.GROUPS} & set(map(key_of, typed)) or any(map(_is_sweep, typed))
     return arguments if may_sweep or _overrides_of(resumed) is None else [*arguments, ONE_RUN]
 
 

@@ -1,7 +1,4 @@
-"""Refuses unknown keys, values of a wrong kind, and experiments that lose; the messages name known keys.
-
-An experiment loses against the main config where that is later in the defaults list: Hydra lets the later one win.
-"""
+"""Refuses unknown keys and values of a wrong kind; the messages name known keys."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -26,92 +22,24 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
-from ddp_hydra.config import redact
+from ddp_hydra.config import experiments, redact
 from ddp_hydra.config.checkpoint_config import as_typed
 from ddp_hydra.config.hydra_compat import typed_words
-from ddp_hydra.config.references import interpolated
+from ddp_hydra.config.references import interpolated, meet
 from ddp_hydra.config.schema import SCHEMAS, Config, allowed, unresolved
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
-GROUPS = ("experiment", "hparams_search", "debug")
-"""Groups whose options choose and set what belongs to others; a later one wins over those before."""
 _USUAL = ("optimizer.lr", "optimizer.weight_decay", "data.batch_size", "data.workers", "cluster.n_workers", "seed")
 """Keys that no schema has, and that options of other programs mean."""
-_OF_A_SWEEP = ("resume", "trainer.pause_after_validations")
-"""Keys that a sweep sets in the configs of its jobs."""
 
 
-def check_experiments(
-    cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any], repository: Any, main: str
-) -> None:
-    """Refuse an experiment whose choice of a group, or whose value, lost against the main config."""
-    given = [word.lstrip("+~").partition("=")[0] for word in typed]
-    chosen: dict[str, tuple[Any, str]] = {}
-    values: dict[str, tuple[Any, str]] = {}
-    for group in GROUPS:
-        for option in _options(choices.get(group)):
-            groups, content = read_option(repository, f"{group}/{option}", "_global_")
-            chosen |= {key: (value, f"{group}={option}") for key, value in groups.items()}
-            own = dict(redact.leaves(content))
-            values = {key: pair for key, pair in values.items() if not any(meet(key, other) for other in own)}
-            values |= {key: (value, f"{group}={option}") for key, value in own.items()}
-    if chosen or values:
-        groups_of_others, values_of_others = _of_other_groups(choices, repository)
-        chosen = {key: pair for key, pair in chosen.items() if key not in groups_of_others}
-        values = {key: pair for key, pair in values.items() if not any(meet(key, one) for one in values_of_others)}
-    lists = read_option(repository, main)[0] if chosen.keys() - choices.keys() else {}  # Hydra's choices hold no lists
-    for key, (value, by) in chosen.items():
-        found = choices.get(key, lists.get(key, value))
-        if key not in given and _options(found) != _options(value):
-            raise ConfigError(
-                f"{by} chooses {key}={as_typed(value)}, and `override {key}: {as_typed(found)}` of the main config "
-                f"wins over it: move that line into a file of conf/experiment, or type {key}={as_typed(value)}, too"
-            )
-    set_by_hand = [word for word in given if word not in choices]
-    _check_values(cfg, {key: pair for key, pair in values.items() if not any(meet(key, word) for word in set_by_hand)})
-
-
-def _of_other_groups(choices: Mapping[str, Any], repository: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what options of the user's own groups choose and set for others, as `env=prod` may behind experiments."""
-    groups: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    for group, option in choices.items():
-        for name in _options(option) if group not in GROUPS and "@" not in group else ():
-            path = f"{group}/{name}"
-            if (found := repository.load_config(path)) is not None and found.header.get("package") == "_global_":
-                own_groups, content = read_option(repository, path, "_global_")
-                groups, values = groups | own_groups, values | dict(redact.leaves(content))
-    return groups, values
-
-
-def _check_values(cfg: DictConfig, values: Mapping[str, tuple[Any, str]]) -> None:
-    """Refuse values of experiments that differ from the config's, which has types."""
-    values = {key: pair for key, pair in values.items() if pair[0] not in ("???", {}) and key not in _OF_A_SWEEP}
-    tops = {key.partition(".")[0] for key in values} - {"hydra"}
-    part = OmegaConf.masked_copy(cfg, [key for key in cfg if key in tops])
-    OmegaConf.set_struct(part, False)
-    before: Any = OmegaConf.to_container(part, enum_to_str=True)
-    for key, (value, _) in values.items():
-        if key.partition(".")[0] in tops:
-            with suppress(OmegaConfBaseException):  # a node that is text, as an interpolation is
-                OmegaConf.update(part, key, value, merge=True)
-    old, new = dict(redact.leaves(before)), dict(redact.leaves(OmegaConf.to_container(part, enum_to_str=True)))
-    for key, (value, by) in values.items():
-        if key in new and old.get(key) != new[key]:
-            raise ConfigError(
-                f"{by} sets {key}={as_typed(value)}, and {as_typed(old.get(key))} of the main config wins over it: "
-                f"write `- job`, `- _self_` and `- experiment: …` in this order; or type {key}={as_typed(value)}, too"
-            )
-
-
-def read_option(repository: Any, path: str, package: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the groups that an option chooses and the values that it sets, with those that it is based on."""
+def values_of_option(repository: Any, path: str) -> dict[str, Any]:
+    """Return the values that an option sets for its group, with those that it is based on."""
     found = repository.load_config(path)
     if found is None:
-        return {}, {}
-    own: Any = found.config if found.header.get("package") == package else {}
-    groups: dict[str, Any] = {}
+        return {}
+    own: Any = found.config if found.header.get("package") is None else {}
     parts: list[Any] = [OmegaConf.create({})]
     is_in = False
     for entry in found.defaults_list:
@@ -119,27 +47,11 @@ def read_option(repository: Any, path: str, package: str | None = None) -> tuple
         option = f"{entry.group}/{entry.value}" if is_here else getattr(entry, "path", None)
         if entry.is_self():
             parts, is_in = [*parts, own], True
-        elif entry.is_override():
-            groups[f"{entry.group.lstrip('/')}{f'@{entry.package}' if entry.package else ''}"] = entry.value
-        elif isinstance(option, str):
+        elif isinstance(option, str) and not entry.is_override():
             base = option[1:] if option.startswith("/") else f"{path.rpartition('/')[0]}/{option}".lstrip("/")
-            of_base, content = read_option(repository, base, package)
-            groups, parts = groups | of_base, [*parts, content]
-        elif is_in:  # the values of a group that follows win over this file's, wherever they are
-            own, parts = {}, parts[:1]
+            parts = [*parts, OmegaConf.create(values_of_option(repository, base))]
     values: Any = OmegaConf.to_container(OmegaConf.merge(*parts, {} if is_in else own))
-    return groups, values
-
-
-def _options(value: Any) -> list[str]:
-    if value is None or value == "null":
-        return []
-    return [value] if isinstance(value, str) else list(value)
-
-
-def meet(key: str, other: str) -> bool:
-    """Return whether two keys are the same, or one is a part of the other."""
-    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+    return dict(values)
 
 
 log = logging.getLogger(__name__)
@@ -293,7 +205,7 @@ def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
             f"{sizes[0]}: data.global_batch={both[1]} wins over it: give one of the two, and null for the other"
         )
     if repository is not None:
-        check_experiments(cfg, typed, hydra_cfg.runtime.choices, repository, hydra_cfg.job.config_name or "config")
+        experiments.check(cfg, hydra_cfg, loader)
         check_texts(cfg, typed, hydra_cfg.runtime.choices, repository)
 
 
@@ -304,7 +216,7 @@ def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any
         # a cluster's number may become a text: memory_limit=4GB
         if not name or group in SCHEMAS or group == "cluster" or not choices.get(group):
             continue
-        usual = dict(redact.leaves(read_option(repository, f"{group}/{choices[group]}")[1])).get(name)
+        usual = dict(redact.leaves(values_of_option(repository, f"{group}/{choices[group]}"))).get(name)
         # Only the job knows what ${hydra:runtime.output_dir} and the like are.
         if not isinstance(usual, bool | int | float) or "${" in word:
             continue

@@ -118,7 +118,7 @@ def is_value(config: DictConfig, key: str, overrides: Sequence[Override]) -> boo
         return False
     groups = groups_of(config)
     keys = [one.key_or_group for one in overrides if one.key_or_group not in groups or isinstance(one.value(), dict)]
-    return sum(unknown_keys.meet(key, other) for other in keys) == 1
+    return sum(references.meet(key, other) for other in keys) == 1
 
 
 def groups_of(config: DictConfig) -> Container[str]:
@@ -207,7 +207,7 @@ class JobQueue:
                 config = self.loader.take(self.config, job.overrides)
         data: Any = OmegaConf.to_container(config.data) if OmegaConf.is_dict(config.get("data")) else {}
         words = list(references.interpolated({"data": {key: data[key] for key in data if key != "train"}}))
-        return [key for key in own if any(unknown_keys.meet(key, word) for word in words)]
+        return [key for key in own if any(references.meet(key, word) for word in words)]
 
     def keep_earlier(self, job: PlannedJob) -> None:
         """Let a job that need not run, and is not in the queue, keep the row of the earlier run of the sweep."""
