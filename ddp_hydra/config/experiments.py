@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import fields
 from typing import Any
 
 from hydra.types import RunMode
@@ -18,7 +17,7 @@ from ddp_hydra.config import redact
 from ddp_hydra.config.checkpoint_config import as_typed
 from ddp_hydra.config.hydra_compat import typed_words
 from ddp_hydra.config.references import meet
-from ddp_hydra.config.schema import Config
+from ddp_hydra.config.schema import TOP
 from ddp_hydra.errors import ConfigError
 
 GROUPS = ("experiment", "hparams_search", "debug")
@@ -101,7 +100,7 @@ def _entries(tree: Any, by: str = _MAIN) -> Iterator[tuple[Any, str]]:
     elif node.get_name() is not None and not node.is_deleted() and not node.is_missing():
         group, _, option = node.get_config_path().partition("/")
         if by == _MAIN and option and not node.primary:
-            is_main = group in (field.name for field in fields(Config)) and not node.is_external_append()
+            is_main = group in TOP and not node.is_external_append()
             by = f"{group}={option}" if group in GROUPS else _MAIN if is_main else _OTHER
         for child in children or [node]:
             if child is node or (not hasattr(child, "children") and child.is_self()):

@@ -6,12 +6,13 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -24,9 +25,9 @@ from yaml import YAMLError
 
 from ddp_hydra.config import experiments, redact
 from ddp_hydra.config.checkpoint_config import as_typed
-from ddp_hydra.config.hydra_compat import typed_words
+from ddp_hydra.config.hydra_compat import ENV_COPY, typed_words, uncopied
 from ddp_hydra.config.references import interpolated, meet
-from ddp_hydra.config.schema import SCHEMAS, Config, allowed, unresolved
+from ddp_hydra.config.schema import SCHEMAS, TOP, Config, allowed, unresolved
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
@@ -55,7 +56,9 @@ def values_of_option(repository: Any, path: str) -> dict[str, Any]:
 
 
 log = logging.getLogger(__name__)
+_GLOBAL = "a file that sets keys of other groups needs the line `# @package _global_` at its top"
 _MERGING = "Error merging override "
+_MERGING_FILE = re.compile(r"In '(.+?)': \w+ raised while composing config:\n")
 OF_DATA_LOADER = {
     "shuffle": "give sampler.shuffle={value}",
     "drop_last": "give sampler.drop_last={value}",
@@ -94,13 +97,52 @@ def check(cfg: DictConfig) -> None:
             raise ConfigError(f"{group}.{key}={value}: a _target_ is missing: give {given}")
 
 
-def check_new(cfg: DictConfig) -> None:
-    """Refuse keys that no schema has: Hydra accepts them after `+`."""
-    for prefix, node, schema in [("", cfg, Config), *((f"{name}.", cfg[name], SCHEMAS[name]) for name in SCHEMAS)]:
+def check_new(cfg: DictConfig, typed: Iterable[str] = ()) -> None:
+    """Refuse keys that no schema has and nothing reads: Hydra accepts them after `+`, and at the top in files.
+
+    Args:
+        typed: words with `+`. What a file has at the top is a mistake only where it is like a known key.
+    """
+    for _, said in _mistakes(cfg, typed):
+        raise ConfigError(said)
+
+
+def _mistakes(cfg: DictConfig, typed: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
+    """Yield new keys that are mistakes, each with its sentence."""
+    tops = {word.lstrip("+").partition("=")[0].partition(".")[0] for word in typed}
+    raw = _without_help(cfg)
+    for prefix, node, schema in [("", raw, Config), *((f"{name}.", raw[name], SCHEMAS[name]) for name in SCHEMAS)]:
         known = [field.name for field in fields(schema)]  # type: ignore[arg-type]
-        for key in node:
-            if str(key) not in known and not _is_read(f"{prefix}{key}", OmegaConf.to_container(cfg)):
-                raise ConfigError(text.unknown(f"{prefix}{key}", known))
+        for name, value in node.items():
+            key = f"{prefix}{name}"
+            if str(name) in known or key == "hydra":
+                continue
+            inside = list(value) if isinstance(value, dict) else []
+            others = [] if prefix or inside else _keys_named(key)
+            is_mistake = prefix or key in (*tops, *experiments.GROUPS) or others or text.meant(key, known)
+            if not is_mistake or _is_read(key, raw):
+                continue
+            said = _did_you_mean(key, others) if others else text.unknown(key, known)
+            if key in experiments.GROUPS and inside:
+                said = f"{key}.{inside[0]}: nothing reads it: {_GLOBAL}"
+            yield key, said
+
+
+def _without_help(cfg: DictConfig) -> dict[str, Any]:
+    """Return a config without Hydra's texts of help, which name keys and options beside interpolations."""
+    raw: Any = OmegaConf.to_container(cfg)
+    hydra_cfg = raw.pop("hydra", {})
+    return {**raw, "hydra": {key: value for key, value in hydra_cfg.items() if key not in ("help", "hydra_help")}}
+
+
+def _keys_named(name: str) -> list[str]:
+    """Return the keys of groups with this name: trainer.epochs for epochs."""
+    keys = [*(f"{group}.{one.name}" for group in SCHEMAS for one in fields(SCHEMAS[group])), *_USUAL]  # type: ignore[arg-type]
+    return [key for key in keys if key.rpartition(".")[2] == name]
+
+
+def _did_you_mean(key: str, keys: Iterable[str]) -> str:
+    return f"{key}: there is no such key: did you mean {' or '.join(keys)}?"
 
 
 def _check_data(raw: Mapping[Any, Any]) -> None:
@@ -125,6 +167,15 @@ def _is_read(key: str, raw: Any) -> bool:
 def explain(error: BaseException) -> str | None:
     """Return a sentence for an error of Hydra, OmegaConf or YAML about a config; None for another error."""
     typed, cause = str(error), error.__cause__
+    if isinstance(error, ConfigCompositionException) and (in_file := _MERGING_FILE.match(typed)):
+        cause = cause or error.__context__  # Hydra gives a file's error no cause
+        said = _explain_value(cause, typed)
+        if said is None and isinstance(cause, OmegaConfBaseException):
+            said = ": ".join(filter(None, (str(cause.full_key or ""), _first_line(cause))))
+        return said and f"{in_file[1]}.yaml: {said}"
+    if variable := uncopied(error):
+        advice = f"type {variable}=<value> in front of the command, or leave it out of {ENV_COPY}"
+        return f"{ENV_COPY}: {variable} is not set: {advice}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _no_option(error)
     if isinstance(error, OverrideParseException):
@@ -154,8 +205,15 @@ def explain(error: BaseException) -> str | None:
         return f"~{missing[1]}: there is no such key, or it is null; {advice}"
     if type(error) is ValueError and typed.startswith("Config group override"):
         return f"{error}: give the name of an option, or '~<group>' to leave a group out. ddp-hydra --help lists them"
+    return _explain_value(cause, typed)
+
+
+def _explain_value(cause: BaseException | None, typed: str) -> str | None:
+    """Return a sentence for OmegaConf's error about a value that is typed or in a file."""
     if isinstance(cause, ValidationError) and (given := allowed(str(cause.full_key))):
-        where = typed.removeprefix(_MERGING) if typed.startswith(_MERGING) else f"{cause.full_key}: {cause.msg}"
+        where = (
+            typed.removeprefix(_MERGING) if typed.startswith(_MERGING) else f"{cause.full_key}: {_first_line(cause)}"
+        )
         return f"{where}: give {given}"
     if not isinstance(cause, ConfigAttributeError | ConfigKeyError) or not isinstance(cause.parent_node, DictConfig):
         return None
@@ -164,18 +222,21 @@ def explain(error: BaseException) -> str | None:
     keys = {group: set(one.keys()) for group, one in nodes.items() if isinstance(one, DictConfig)}  # of null: none
     groups = [f"{group}.{key}" for group, known in keys.items() if key in known]
     if groups and node._get_parent() is None:
-        return f"{key}: there is no such key: did you mean {' or '.join(groups)}?"
+        return _did_you_mean(key, groups)
     more = ""
     if "_target_" in node:
         more = f"; another argument of {node['_target_']} is given with +{key}=<value>"
     return text.unknown(key, map(str, node), more)
 
 
+def _first_line(error: OmegaConfBaseException) -> str:
+    return str(error.msg or error).splitlines()[0]
+
+
 def no_option(word: str) -> str:
     """Return a sentence for `--epochs`, which other programs take."""
     name = word.lstrip("-").partition("=")[0].replace("-", "_")
-    keys = [*(f"{group}.{one.name}" for group in SCHEMAS for one in fields(SCHEMAS[group])), *_USUAL]  # type: ignore[arg-type]
-    found = [key for key in keys if key.rpartition(".")[2] == name] or ["trainer.epochs"]
+    found = _keys_named(name) or ["trainer.epochs"]
     return f"{word}: there is no such option: keys are typed without dashes, {found[0]}=<value>; type ddp-hydra --help"
 
 
@@ -196,8 +257,12 @@ def _no_option(error: MissingConfigException) -> str:
 def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
     """Refuse texts in the place of numbers and booleans, and experiments that lose; warn of new keys."""
     typed, repository = typed_words(hydra_cfg), getattr(loader, "repository", None)
-    if new := [word.partition("=")[0].lstrip("+") for word in typed if word.startswith("+")]:
-        _warn_of_unread(cfg, new)
+    choices = hydra_cfg.runtime.choices
+    new = [word.partition("=")[0].lstrip("+") for word in typed if word.startswith("+")]
+    new = [key for key in new if key not in choices]
+    for key, said in _mistakes(cfg, new):
+        raise ConfigError(f"{_place(key, hydra_cfg, loader) if repository is not None else ''}{said}")
+    _warn_of_unread(cfg, new)
     sizes = [word for word in typed if word.lstrip("+").startswith("data.batch_size=")]
     both = [OmegaConf.select(cfg, f"data.{key}") for key in ("batch_size", "global_batch")]
     if sizes and None not in both:
@@ -206,7 +271,21 @@ def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
         )
     if repository is not None:
         experiments.check(cfg, hydra_cfg, loader)
-        check_texts(cfg, typed, hydra_cfg.runtime.choices, repository)
+        check_texts(cfg, typed, choices, repository)
+
+
+def _place(key: str, hydra_cfg: Any, loader: Any) -> str:
+    """Return the file that sets a key, `experiment/mine.yaml: `, if one does."""
+    words = [*typed_words(hydra_cfg), *hydra_cfg.overrides.hydra]
+    found = loader.compute_defaults_list(hydra_cfg.job.config_name, words, RunMode.RUN)
+    for default in reversed(found.defaults):
+        config = loader.repository.load_config(default.config_path)
+        if config is None:
+            continue
+        content, prefix = OmegaConf.to_container(config.config), f"{default.package}." if default.package else ""
+        if any(meet(key, own) for own, _ in redact.leaves(content, prefix)):
+            return f"{default.config_path}.yaml: "
+    return ""
 
 
 def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any], repository: Any) -> None:
@@ -229,7 +308,11 @@ def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any
 
 def _warn_of_unread(cfg: DictConfig, new: Iterable[str]) -> None:
     """Warn of new keys that are neither arguments of a `_target_` nor used by an interpolation."""
-    raw = OmegaConf.to_container(cfg)
+    raw = _without_help(cfg)
+    for top, value in raw.items():
+        inside = [key for key in value if key in TOP] if isinstance(value, dict) else []
+        if inside and top not in (*TOP, "hydra") and not _is_read(str(top), raw):
+            log.warning("%s.%s: nothing reads it: %s", top, inside[0], _GLOBAL)
     for key in new:
         group, _, name = key.partition(".")
         node = cfg.get(group) if name and "." not in name and group not in SCHEMAS else None

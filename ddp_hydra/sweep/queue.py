@@ -61,9 +61,10 @@ class CachingConfigLoader:
             if len(self.composed) < CHECKED:
                 self.composed[tuple(sweep_overrides)] = self.last
         if not self.has_started and planned_job.is_ours(self.last):
-            if self.last is not before and any(word.startswith("+") for word in new):
+            added = [word for word in new if word.startswith("+")]
+            if self.last is not before and added:
                 own = [str(key) for key in self.last if key != "hydra"]
-                unknown_keys.check_new(OmegaConf.masked_copy(self.last, own))
+                unknown_keys.check_new(OmegaConf.masked_copy(self.last, own), added)
             unknown_keys.check_texts(self.last, texts, self.last.hydra.runtime.choices, self.loader.repository)
             for key, _, number in (word.partition("=") for word in new if word not in texts):
                 validate.check_number(key.lstrip("+"), int(number) if number.lstrip("+-").isdigit() else float(number))
