@@ -381,6 +381,10 @@ def without_variables(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     of_variables = [word for word in words if sets_variables(word)]
     for word in of_variables:
+        if any(isinstance(value, dict | list) for value in variables_of([word]).values()):
+            raise ConfigError(
+                f"{text.printable(redact.without([word])[0])}: a variable is a text: put its value in quotes"
+            )
         with contextlib.suppress(HydraException):
             given = parse_override(word)
             is_known = given.value() is None if given.is_delete() else not given.is_sweep_override()
@@ -434,7 +438,9 @@ def environment_of(
                 _note_lost_variable(name, f"run={run}: the run was given {ENV_SET}.{name}, a secret, kept nowhere")
                 continue
             found[name] = str(cfg.hydra.job.env_set[name])
-        except OmegaConfBaseException:
+        except OmegaConfBaseException as error:
+            if name in own:
+                raise ConfigError(f"{ENV_SET}.{name}={written}: {schema.why_unresolved(error)}") from None
             _note_lost_variable(name, f"run={run}: {ENV_SET}.{name}={written} of the run has no value here")
             continue
         if name not in own:

@@ -98,7 +98,8 @@ def typed_sources(hydra_cfg: Mapping[Any, Any]) -> list[str]:
     copied = found if isinstance(found := job.get("env_set"), dict) else {}  # Hydra has put the values there
     names = [str(name) for name in copies if name in copied]
     set_again = [f"++{ENV_SET}.{name}={text.quoted(str(copied[name]))}" for name in names]
-    if names:  # else the shell's values would win; a secret is kept nowhere
+    was_typed = any(word.partition("=")[0].lstrip("+") == ENV_COPY for word in given)  # as by this, for a run before
+    if names or was_typed:  # else the shell's values would win; a secret is kept nowhere
         secrets = (text.quoted(name) for name in names if copied[name] == HIDDEN and name in os.environ)
         set_again.append(f"{ENV_COPY}=[{','.join(secrets)}]")
     return [*words, *set_again, *filter(sets_variables, given)]
@@ -109,6 +110,12 @@ def uncopied(error: BaseException) -> str | None:
     frames = traceback.extract_tb(error.__traceback__) if isinstance(error, KeyError) else []
     is_of_loader = len(frames) > 1 and Path(frames[-2].filename).stem == "config_loader_impl"
     return str(error.args[0]) if is_of_loader and error.args[0] not in os.environ else None
+
+
+def is_of_options(error: BaseException) -> bool:
+    """Return whether Hydra has raised this error for options that don't go together, as `-m` and `--cfg`."""
+    frames = traceback.extract_tb(error.__traceback__) if type(error) is ValueError else []
+    return bool(frames) and frames[-1].name == "_run_hydra"
 
 
 def sets_variables(word: str) -> bool:

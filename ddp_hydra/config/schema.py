@@ -247,6 +247,8 @@ def why_unresolved(error: OmegaConfBaseException) -> str:
     first = str(error).splitlines()[0]
     if isinstance(error, UnsupportedInterpolationType):
         return f"{first}: give ${{<key>}}, or ${{oc.env:<NAME>}} for a variable of the environment"
+    if first.startswith("Interpolation key") and str(error.full_key).startswith(hydra_compat.ENV_SET):
+        return f"{first}: Hydra knows only its own part of the config there: give a value, or as in ${{hydra.job.name}}"
     if first.startswith("Interpolation key"):
         return f"{first}: give the full name of a key, as in ${{trainer.epochs}}, or a value"
     found = re.fullmatch(r"KeyError raised while resolving interpolation: \"(.*)\"", first)

@@ -25,7 +25,7 @@ from yaml import YAMLError
 
 from ddp_hydra.config import experiments, redact
 from ddp_hydra.config.checkpoint_config import as_typed
-from ddp_hydra.config.hydra_compat import ENV_COPY, typed_words, uncopied
+from ddp_hydra.config.hydra_compat import ENV_COPY, ENV_SET, is_of_options, typed_words, uncopied
 from ddp_hydra.config.references import interpolated, meet
 from ddp_hydra.config.schema import SCHEMAS, TOP, Config, allowed, unresolved
 from ddp_hydra.console import text
@@ -203,6 +203,8 @@ def explain(error: BaseException) -> str | None:
     if missing := re.match(r"Could not delete from config\. '(.*)' does not exist", typed):
         advice = "leave it out, or type ddp-hydra --cfg job, which shows the keys"
         return f"~{missing[1]}: there is no such key, or it is null; {advice}"
+    if is_of_options(error):
+        return typed
     if type(error) is ValueError and typed.startswith("Config group override"):
         return f"{error}: give the name of an option, or '~<group>' to leave a group out. ddp-hydra --help lists them"
     return _explain_value(cause, typed)
@@ -210,7 +212,8 @@ def explain(error: BaseException) -> str | None:
 
 def _explain_value(cause: BaseException | None, typed: str) -> str | None:
     """Return a sentence for OmegaConf's error about a value that is typed or in a file."""
-    if isinstance(cause, ValidationError) and (given := allowed(str(cause.full_key))):
+    of_variable = "a text, in quotes" if str(getattr(cause, "full_key", "")).startswith(ENV_SET) else ""
+    if isinstance(cause, ValidationError) and (given := of_variable or allowed(str(cause.full_key))):
         where = (
             typed.removeprefix(_MERGING) if typed.startswith(_MERGING) else f"{cause.full_key}: {_first_line(cause)}"
         )
@@ -226,6 +229,8 @@ def _explain_value(cause: BaseException | None, typed: str) -> str | None:
     more = ""
     if "_target_" in node:
         more = f"; another argument of {node['_target_']} is given with +{key}=<value>"
+    if key.startswith(f"{ENV_SET}."):
+        more = f"; a new variable is given with +{key}=<value>"
     return text.unknown(key, map(str, node), more)
 
 

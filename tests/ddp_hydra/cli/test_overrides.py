@@ -243,10 +243,15 @@ def test_a_resumed_run_has_its_variables_and_those_typed_now_win(run, capsys, mo
 def test_variables_that_hydra_has_copied_for_a_run_are_taken_again_as_they_were(monkeypatch):
     job = {"env_copy": ["A", "MISSING", "TOKEN"], "env_set": {"A": "${x}/3", "B": "2", "TOKEN": "***"}}
     saved = {"job": job, "overrides": {"hydra": ["hydra.verbose=true", "+hydra.job.env_set.B=2"]}}
-    again = [r'++hydra.job.env_set.A="\${x}/3"', '++hydra.job.env_set.TOKEN="***"']
-    assert typed_sources(saved) == [*again, "hydra.job.env_copy=[]", "+hydra.job.env_set.B=2"]
+    copied = [r'++hydra.job.env_set.A="\${x}/3"', '++hydra.job.env_set.TOKEN="***"']
+    assert typed_sources(saved) == [*copied, "hydra.job.env_copy=[]", "+hydra.job.env_set.B=2"]
     monkeypatch.setenv("TOKEN", "t")
-    assert typed_sources(saved) == [*again, "hydra.job.env_copy=[TOKEN]", "+hydra.job.env_set.B=2"]
+    assert typed_sources(saved) == [*copied, "hydra.job.env_copy=[TOKEN]", "+hydra.job.env_set.B=2"]
+    again = {
+        "job": {"env_set": {"A": "1"}},
+        "overrides": {"hydra": ["++hydra.job.env_set.A=1", "hydra.job.env_copy=[]"]},
+    }
+    assert typed_sources(again) == ["hydra.job.env_copy=[]", "++hydra.job.env_set.A=1"]
     for odd in (None, "A", [], {"A": 1}, ["B"]):
         assert typed_sources({"job": {"env_copy": odd, "env_set": {"A": "1"}}}) == []
 
@@ -382,6 +387,21 @@ def test_words_that_set_no_variable_are_refused(rest):
     word = f"hydra.job.env_set{rest}" if rest else "~hydra.job.env_set"
     with pytest.raises(ConfigError, match=f"^{re.escape(word)} sets no variable: give hydra.job.env_set.<name>="):
         typed.without_variables([word])
+
+
+@pytest.mark.parametrize("rest", [".A=[1,2]", ".A={x: 1}", "={A: [1]}"])
+def test_a_variable_that_is_no_text_is_refused(rest):
+    word = f"hydra.job.env_set{rest}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(word)}: a variable is a text: put its value in quotes$"):
+        typed.without_variables([word])
+    assert typed.without_variables(['hydra.job.env_set.A="[1,2]"'])[0] == []
+
+
+def test_a_variable_that_is_typed_needs_its_value(run, monkeypatch):
+    monkeypatch.delenv("NO_SUCH", raising=False)
+    said = r"^hydra\.job\.env_set\.A=\$\{oc\.env:NO_SUCH\}: Environment variable 'NO_SUCH' not found$"
+    with pytest.raises(ConfigError, match=said):
+        typed.environment_of(str(run), typed=["hydra.job.env_set.A=${oc.env:NO_SUCH}"])
 
 
 @pytest.mark.parametrize("content", ["hydra: [", "- 1", "hydra: {job: {env_set: {A: '${'}}}", None])
