@@ -34,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from ddp_hydra.config import env_values, project, redact, references, schema, unknown_keys
+from ddp_hydra.config import env_values, experiments, project, redact, references, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import (
     CONFIG_DIR,
     ENV_SET,
@@ -298,7 +298,7 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
 def with_one_run(arguments: list[str], typed: Sequence[str]) -> list[str]:
     """Let `resume=<run>` go on with one run where its config makes sweeps, unless what is typed now may make one."""
     resumed = next((value_of(word) for word in typed if word.startswith("resume=")), "")
-    may_sweep = {*MODES, *unknown_keys.GROUPS} & set(map(key_of, typed)) or any(map(_is_sweep, typed))
+    may_sweep = {*MODES, *experiments.GROUPS} & set(map(key_of, typed)) or any(map(_is_sweep, typed))
     return arguments if may_sweep or _overrides_of(resumed) is None else [*arguments, ONE_RUN]
 
 
@@ -381,6 +381,10 @@ def without_variables(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     of_variables = [word for word in words if sets_variables(word)]
     for word in of_variables:
+        if any(isinstance(value, dict | list) for value in variables_of([word]).values()):
+            raise ConfigError(
+                f"{text.printable(redact.without([word])[0])}: a variable is a text: put its value in quotes"
+            )
         with contextlib.suppress(HydraException):
             given = parse_override(word)
             is_known = given.value() is None if given.is_delete() else not given.is_sweep_override()
@@ -434,7 +438,9 @@ def environment_of(
                 _note_lost_variable(name, f"run={run}: the run was given {ENV_SET}.{name}, a secret, kept nowhere")
                 continue
             found[name] = str(cfg.hydra.job.env_set[name])
-        except OmegaConfBaseException:
+        except OmegaConfBaseException as error:
+            if name in own:
+                raise ConfigError(f"{ENV_SET}.{name}={written}: {schema.why_unresolved(error)}") from None
             _note_lost_variable(name, f"run={run}: {ENV_SET}.{name}={written} of the run has no value here")
             continue
         if name not in own:

@@ -124,30 +124,25 @@ def predict(
         raise ConfigError(f"out={out} exists: give {instead}")
     folder = target.with_name(f"{target.name}.parts")
     predictions.check_folder(folder, out)
-    with (
-        tempfile.TemporaryDirectory(prefix="ddp_hydra-") as download,
-        new_folder(target.parent),
-        locked(folder, "wait for it, or give another out="),
-        parts_kept(folder),
-        environment_of(run, trust, typed) as environment,
-    ):
+    with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as download, environment_of(run, trust, typed) as environment:
         checkpoint = RunRef.named(run).checkpoint(which, Path(download))
-        inference = prepared_inference(run, checkpoint, split, changes, trust, environment)
-        parts = Parts(folder, {**plan(inference, kind), "targets": targets}, overwrite)
-        try:
-            found = inference.run(
-                PREDICT, lambda: {"kind": kind, "done": parts.done(), "targets": targets}, parts.receive
-            )
-        except KeyboardInterrupt as error:
-            done = sum(map(parts.rows_of, parts.done()))
-            of = f" of {parts.samples:,}" if parts.samples else ""
-            so_far = f"{done:,}{of} samples are predicted: " if done or of else ""
-            raise Interrupted(f"{error or 'interrupted'}; {so_far}the same command goes on") from None
-        assert parts.samples is not None
-        columns = list(next(parts.merged(), {}))
-        predictions.write(target, parts.merged, parts.samples)
-        predictions.remove_parts_in(folder)
-        return {**found, "out": str(out), "columns": columns}
+        with new_folder(target.parent), locked(folder, "wait for it, or give another out="), parts_kept(folder):
+            inference = prepared_inference(run, checkpoint, split, changes, trust, environment)
+            parts = Parts(folder, {**plan(inference, kind), "targets": targets}, overwrite)
+            try:
+                found = inference.run(
+                    PREDICT, lambda: {"kind": kind, "done": parts.done(), "targets": targets}, parts.receive
+                )
+            except KeyboardInterrupt as error:
+                done = sum(map(parts.rows_of, parts.done()))
+                of = f" of {parts.samples:,}" if parts.samples else ""
+                so_far = f"{done:,}{of} samples are predicted: " if done or of else ""
+                raise Interrupted(f"{error or 'interrupted'}; {so_far}the same command goes on") from None
+            assert parts.samples is not None
+            columns = list(next(parts.merged(), {}))
+            predictions.write(target, parts.merged, parts.samples)
+            predictions.remove_parts_in(folder)
+            return {**found, "out": str(out), "columns": columns}
 
 
 @contextmanager

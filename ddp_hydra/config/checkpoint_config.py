@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, ListConfig, OmegaConf
@@ -20,7 +21,7 @@ from omegaconf.errors import (
 )
 
 from ddp_hydra.config import redact, references
-from ddp_hydra.config.schema import Config, missing_key, number_types, why_unresolved
+from ddp_hydra.config.schema import TOP, base, missing_key, number_types, why_unresolved
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
@@ -53,8 +54,10 @@ def _kept(raw: Any, parent: Any, key: Any) -> Any:
         return [_kept(value, parent[key], number) for number, value in enumerate(raw)]
     if not isinstance(raw, str) or "${" not in raw or not _OF_THE_JOB.search(raw):
         return raw
-    value = parent[key]
-    return OmegaConf.to_container(value, resolve=True, enum_to_str=True) if OmegaConf.is_config(value) else value
+    with suppress(OmegaConfBaseException):  # of a key that a job needs, the job has said so
+        value = parent[key]
+        return OmegaConf.to_container(value, resolve=True, enum_to_str=True) if OmegaConf.is_config(value) else value
+    return raw
 
 
 def composed(
@@ -112,7 +115,7 @@ def changed(
     OmegaConf.set_struct(cfg, True)
     try:
         plain = [word.lstrip("+") for word in overrides if not word.startswith("~")]
-        OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist(plain))  # types are right
+        OmegaConf.merge(base(), OmegaConf.from_dotlist(plain))  # types are right
         for word in overrides:
             _refuse_inside_interpolation(cfg, word)
             OmegaConf.set_struct(cfg, not word.startswith(("+", "~")))
@@ -170,11 +173,12 @@ def _resolved(node: DictConfig, without: Sequence[str], prefix: str = "") -> dic
     """Return the values of a config with their interpolations resolved; None for the keys of `without`."""
     found: dict[str, Any] = {}
     for key in map(str, node):
+        may_lack = prefix.startswith(_FOR_TRAINING) or (prefix or key).partition(".")[0] not in TOP
         if f"{prefix}{key}" in without:
             found[key] = None
         elif OmegaConf.is_missing(node, key):
             found[key] = "???"
-        elif prefix.startswith(_FOR_TRAINING) and not _has_value(node, key):
+        elif may_lack and not _has_value(node, key):
             found[key] = "???"  # such as ${oc.env:RATE}, on a machine without this variable
         elif isinstance(value := node[key], DictConfig):
             found[key] = _resolved(value, without, f"{prefix}{key}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_hydra.config.redact import HIDDEN
 from ddp_hydra.console import text
 
 IS_1_3 = hydra.__version__.startswith("1.3")
@@ -34,6 +36,8 @@ CONFIG_DIR = "--config-dir"
 """The option, and what we name the folder that it adds, in Hydra's list of sources."""
 ENV_SET = "hydra.job.env_set"
 """The key of the variables of the environment that Hydra sets for a job."""
+ENV_COPY = "hydra.job.env_copy"
+"""The key of the names of variables whose values Hydra copies into `ENV_SET`."""
 
 logging.getLogger(utils.__name__).addFilter(lambda record: not record.getMessage().startswith("Error getting "))
 """Hydra logs each name that it doesn't find as what it was looked for first, also where the next look finds it."""
@@ -90,20 +94,28 @@ def typed_sources(hydra_cfg: Mapping[Any, Any]) -> list[str]:
     overrides = found if isinstance(found := hydra_cfg.get("overrides"), dict) else {}
     typed = found if isinstance(found := overrides.get("hydra"), list) else []
     given = [word for word in typed if isinstance(word, str)]
+    copies = found if isinstance(found := job.get("env_copy"), list) else []
     copied = found if isinstance(found := job.get("env_set"), dict) else {}  # Hydra has put the values there
-    names = [name for word in given for name in _copies(word) if name in copied]
+    names = [str(name) for name in copies if name in copied]
     set_again = [f"++{ENV_SET}.{name}={text.quoted(str(copied[name]))}" for name in names]
+    was_typed = any(word.partition("=")[0].lstrip("+") == ENV_COPY for word in given)  # as by this, for a run before
+    if names or was_typed:  # else the shell's values would win; a secret is kept nowhere
+        secrets = (text.quoted(name) for name in names if copied[name] == HIDDEN and name in os.environ)
+        set_again.append(f"{ENV_COPY}=[{','.join(secrets)}]")
     return [*words, *set_again, *filter(sets_variables, given)]
 
 
-def _copies(word: str) -> list[str]:
-    """Return the names of variables that an override of `hydra.job.env_copy` has Hydra copy."""
-    if word.partition("=")[0].lstrip("+") != "hydra.job.env_copy":
-        return []
-    with suppress(HydraException):
-        found = parse_override(word).value()
-        return [str(name) for name in found] if isinstance(found, list) else []
-    return []
+def uncopied(error: BaseException) -> str | None:
+    """Return the name of the variable of `ENV_COPY` that is not set, if Hydra has raised this error for one."""
+    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, KeyError) else []
+    is_of_loader = len(frames) > 1 and Path(frames[-2].filename).stem == "config_loader_impl"
+    return str(error.args[0]) if is_of_loader and error.args[0] not in os.environ else None
+
+
+def is_of_options(error: BaseException) -> bool:
+    """Return whether Hydra has raised this error for options that don't go together, as `-m` and `--cfg`."""
+    frames = traceback.extract_tb(error.__traceback__) if type(error) is ValueError else []
+    return bool(frames) and frames[-1].name == "_run_hydra"
 
 
 def sets_variables(word: str) -> bool:

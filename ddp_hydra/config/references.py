@@ -82,6 +82,11 @@ def interpolated(config: Any) -> Iterator[str]:
             yield word.replace("[", ".").replace("]", "")
 
 
+def meet(key: str, other: str) -> bool:
+    """Return whether two keys are the same, or one is a part of the other."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+
+
 def with_full_names(config: Any, inside: tuple[type, ...] = (Mapping,)) -> Iterator[tuple[str, Any]]:
     """Yield the values of a config, each by its key, as `redact.leaves` does, with full names in interpolations."""
     known = _keys(config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import EnumType, StrEnum
 from types import UnionType
@@ -164,6 +165,8 @@ class Config:
 
 SCHEMAS = {entry.name: entry.default_factory for entry in fields(Config) if is_dataclass(entry.default_factory)}
 """Schemas of the groups that have one."""
+TOP = tuple(entry.name for entry in fields(Config))
+"""Keys at the top of a config; a project may have others of its own."""
 
 
 @functools.cache
@@ -192,9 +195,15 @@ def allowed(key: str) -> str:
     return described(kind) or (f"{found}, or null" if found and type(None) in parts else found)
 
 
+def base() -> DictConfig:
+    """Return the schema as a config that takes other keys at its top: a project may have nodes of its own."""
+    config: DictConfig = OmegaConf.structured(Config, flags={"struct": False})
+    return config
+
+
 def register() -> None:
     """Make the schemas known to Hydra as `base_config` and `base_<group>`, which no group offers as a choice."""
-    schemas = {"config": Config, "trainer": TrainerConfig, "dispatch": DispatchConfig, "results": ResultsConfig}
+    schemas = {"config": base(), "trainer": TrainerConfig, "dispatch": DispatchConfig, "results": ResultsConfig}
     for name, node in schemas.items():
         hydra_compat.register(f"base_{name}", node)
 
@@ -202,11 +211,18 @@ def register() -> None:
 def resolved(cfg: DictConfig) -> dict[str, Any]:
     """Return the config as dicts and values that can travel to ranks: interpolations resolved, enums by name.
 
-    The objective's metric and direction are filled in.
+    The objective's metric and direction are filled in. A key of the user's own that has no value is left out: only what
+    refers to it needs one.
     """
+    container = {}
     try:
         cfg = _without_validation_keys(cfg)
-        container: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
+        for key in map(str, cfg):
+            with nullcontext() if key in TOP else suppress(OmegaConfBaseException):
+                value: Any = cfg[key]
+                if OmegaConf.is_config(value):
+                    value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True, enum_to_str=True)
+                container[key] = value
     except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
         key = missing_key(error)
         group, _, name = key.rpartition(".")
@@ -217,7 +233,7 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
         raise ConfigError(unresolved(error)) from None
     if "objective" in cfg:
         container["objective"] = dict(zip(("metric", "direction"), objective.metric_and_direction(cfg), strict=True))
-    return dict(container)
+    return container
 
 
 def unresolved(error: InterpolationResolutionError) -> str:
@@ -231,6 +247,8 @@ def why_unresolved(error: OmegaConfBaseException) -> str:
     first = str(error).splitlines()[0]
     if isinstance(error, UnsupportedInterpolationType):
         return f"{first}: give ${{<key>}}, or ${{oc.env:<NAME>}} for a variable of the environment"
+    if first.startswith("Interpolation key") and str(error.full_key).startswith(hydra_compat.ENV_SET):
+        return f"{first}: Hydra knows only its own part of the config there: give a value, or as in ${{hydra.job.name}}"
     if first.startswith("Interpolation key"):
         return f"{first}: give the full name of a key, as in ${{trainer.epochs}}, or a value"
     found = re.fullmatch(r"KeyError raised while resolving interpolation: \"(.*)\"", first)

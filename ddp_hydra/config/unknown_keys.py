@@ -1,7 +1,4 @@
-"""Refuses unknown keys, values of a wrong kind, and experiments that lose; the messages name known keys.
-
-An experiment loses against the main config where that is later in the defaults list: Hydra lets the later one win.
-"""
+"""Refuses unknown keys and values of a wrong kind; the messages name known keys."""
 
 from __future__ import annotations
 
@@ -9,13 +6,13 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -26,92 +23,24 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
-from ddp_hydra.config import redact
+from ddp_hydra.config import experiments, redact
 from ddp_hydra.config.checkpoint_config import as_typed
-from ddp_hydra.config.hydra_compat import typed_words
-from ddp_hydra.config.references import interpolated
-from ddp_hydra.config.schema import SCHEMAS, Config, allowed, unresolved
+from ddp_hydra.config.hydra_compat import ENV_COPY, ENV_SET, is_of_options, typed_words, uncopied
+from ddp_hydra.config.references import interpolated, meet
+from ddp_hydra.config.schema import SCHEMAS, TOP, Config, allowed, unresolved
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
-GROUPS = ("experiment", "hparams_search", "debug")
-"""Groups whose options choose and set what belongs to others; a later one wins over those before."""
 _USUAL = ("optimizer.lr", "optimizer.weight_decay", "data.batch_size", "data.workers", "cluster.n_workers", "seed")
 """Keys that no schema has, and that options of other programs mean."""
-_OF_A_SWEEP = ("resume", "trainer.pause_after_validations")
-"""Keys that a sweep sets in the configs of its jobs."""
 
 
-def check_experiments(
-    cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any], repository: Any, main: str
-) -> None:
-    """Refuse an experiment whose choice of a group, or whose value, lost against the main config."""
-    given = [word.lstrip("+~").partition("=")[0] for word in typed]
-    chosen: dict[str, tuple[Any, str]] = {}
-    values: dict[str, tuple[Any, str]] = {}
-    for group in GROUPS:
-        for option in _options(choices.get(group)):
-            groups, content = read_option(repository, f"{group}/{option}", "_global_")
-            chosen |= {key: (value, f"{group}={option}") for key, value in groups.items()}
-            own = dict(redact.leaves(content))
-            values = {key: pair for key, pair in values.items() if not any(meet(key, other) for other in own)}
-            values |= {key: (value, f"{group}={option}") for key, value in own.items()}
-    if chosen or values:
-        groups_of_others, values_of_others = _of_other_groups(choices, repository)
-        chosen = {key: pair for key, pair in chosen.items() if key not in groups_of_others}
-        values = {key: pair for key, pair in values.items() if not any(meet(key, one) for one in values_of_others)}
-    lists = read_option(repository, main)[0] if chosen.keys() - choices.keys() else {}  # Hydra's choices hold no lists
-    for key, (value, by) in chosen.items():
-        found = choices.get(key, lists.get(key, value))
-        if key not in given and _options(found) != _options(value):
-            raise ConfigError(
-                f"{by} chooses {key}={as_typed(value)}, and `override {key}: {as_typed(found)}` of the main config "
-                f"wins over it: move that line into a file of conf/experiment, or type {key}={as_typed(value)}, too"
-            )
-    set_by_hand = [word for word in given if word not in choices]
-    _check_values(cfg, {key: pair for key, pair in values.items() if not any(meet(key, word) for word in set_by_hand)})
-
-
-def _of_other_groups(choices: Mapping[str, Any], repository: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what options of the user's own groups choose and set for others, as `env=prod` may behind experiments."""
-    groups: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    for group, option in choices.items():
-        for name in _options(option) if group not in GROUPS and "@" not in group else ():
-            path = f"{group}/{name}"
-            if (found := repository.load_config(path)) is not None and found.header.get("package") == "_global_":
-                own_groups, content = read_option(repository, path, "_global_")
-                groups, values = groups | own_groups, values | dict(redact.leaves(content))
-    return groups, values
-
-
-def _check_values(cfg: DictConfig, values: Mapping[str, tuple[Any, str]]) -> None:
-    """Refuse values of experiments that differ from the config's, which has types."""
-    values = {key: pair for key, pair in values.items() if pair[0] not in ("???", {}) and key not in _OF_A_SWEEP}
-    tops = {key.partition(".")[0] for key in values} - {"hydra"}
-    part = OmegaConf.masked_copy(cfg, [key for key in cfg if key in tops])
-    OmegaConf.set_struct(part, False)
-    before: Any = OmegaConf.to_container(part, enum_to_str=True)
-    for key, (value, _) in values.items():
-        if key.partition(".")[0] in tops:
-            with suppress(OmegaConfBaseException):  # a node that is text, as an interpolation is
-                OmegaConf.update(part, key, value, merge=True)
-    old, new = dict(redact.leaves(before)), dict(redact.leaves(OmegaConf.to_container(part, enum_to_str=True)))
-    for key, (value, by) in values.items():
-        if key in new and old.get(key) != new[key]:
-            raise ConfigError(
-                f"{by} sets {key}={as_typed(value)}, and {as_typed(old.get(key))} of the main config wins over it: "
-                f"write `- job`, `- _self_` and `- experiment: …` in this order; or type {key}={as_typed(value)}, too"
-            )
-
-
-def read_option(repository: Any, path: str, package: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the groups that an option chooses and the values that it sets, with those that it is based on."""
+def values_of_option(repository: Any, path: str) -> dict[str, Any]:
+    """Return the values that an option sets for its group, with those that it is based on."""
     found = repository.load_config(path)
     if found is None:
-        return {}, {}
-    own: Any = found.config if found.header.get("package") == package else {}
-    groups: dict[str, Any] = {}
+        return {}
+    own: Any = found.config if found.header.get("package") is None else {}
     parts: list[Any] = [OmegaConf.create({})]
     is_in = False
     for entry in found.defaults_list:
@@ -119,31 +48,17 @@ def read_option(repository: Any, path: str, package: str | None = None) -> tuple
         option = f"{entry.group}/{entry.value}" if is_here else getattr(entry, "path", None)
         if entry.is_self():
             parts, is_in = [*parts, own], True
-        elif entry.is_override():
-            groups[f"{entry.group.lstrip('/')}{f'@{entry.package}' if entry.package else ''}"] = entry.value
-        elif isinstance(option, str):
+        elif isinstance(option, str) and not entry.is_override():
             base = option[1:] if option.startswith("/") else f"{path.rpartition('/')[0]}/{option}".lstrip("/")
-            of_base, content = read_option(repository, base, package)
-            groups, parts = groups | of_base, [*parts, content]
-        elif is_in:  # the values of a group that follows win over this file's, wherever they are
-            own, parts = {}, parts[:1]
+            parts = [*parts, OmegaConf.create(values_of_option(repository, base))]
     values: Any = OmegaConf.to_container(OmegaConf.merge(*parts, {} if is_in else own))
-    return groups, values
-
-
-def _options(value: Any) -> list[str]:
-    if value is None or value == "null":
-        return []
-    return [value] if isinstance(value, str) else list(value)
-
-
-def meet(key: str, other: str) -> bool:
-    """Return whether two keys are the same, or one is a part of the other."""
-    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+    return dict(values)
 
 
 log = logging.getLogger(__name__)
+_GLOBAL = "a file that sets keys of other groups needs the line `# @package _global_` at its top"
 _MERGING = "Error merging override "
+_MERGING_FILE = re.compile(r"In '(.+?)': \w+ raised while composing config:\n")
 OF_DATA_LOADER = {
     "shuffle": "give sampler.shuffle={value}",
     "drop_last": "give sampler.drop_last={value}",
@@ -182,13 +97,52 @@ def check(cfg: DictConfig) -> None:
             raise ConfigError(f"{group}.{key}={value}: a _target_ is missing: give {given}")
 
 
-def check_new(cfg: DictConfig) -> None:
-    """Refuse keys that no schema has: Hydra accepts them after `+`."""
-    for prefix, node, schema in [("", cfg, Config), *((f"{name}.", cfg[name], SCHEMAS[name]) for name in SCHEMAS)]:
+def check_new(cfg: DictConfig, typed: Iterable[str] = ()) -> None:
+    """Refuse keys that no schema has and nothing reads: Hydra accepts them after `+`, and at the top in files.
+
+    Args:
+        typed: words with `+`. What a file has at the top is a mistake only where it is like a known key.
+    """
+    for _, said in _mistakes(cfg, typed):
+        raise ConfigError(said)
+
+
+def _mistakes(cfg: DictConfig, typed: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
+    """Yield new keys that are mistakes, each with its sentence."""
+    tops = {word.lstrip("+").partition("=")[0].partition(".")[0] for word in typed}
+    raw = _without_help(cfg)
+    for prefix, node, schema in [("", raw, Config), *((f"{name}.", raw[name], SCHEMAS[name]) for name in SCHEMAS)]:
         known = [field.name for field in fields(schema)]  # type: ignore[arg-type]
-        for key in node:
-            if str(key) not in known and not _is_read(f"{prefix}{key}", OmegaConf.to_container(cfg)):
-                raise ConfigError(text.unknown(f"{prefix}{key}", known))
+        for name, value in node.items():
+            key = f"{prefix}{name}"
+            if str(name) in known or key == "hydra":
+                continue
+            inside = list(value) if isinstance(value, dict) else []
+            others = [] if prefix or inside else _keys_named(key)
+            is_mistake = prefix or key in (*tops, *experiments.GROUPS) or others or text.meant(key, known)
+            if not is_mistake or _is_read(key, raw):
+                continue
+            said = _did_you_mean(key, others) if others else text.unknown(key, known)
+            if key in experiments.GROUPS and inside:
+                said = f"{key}.{inside[0]}: nothing reads it: {_GLOBAL}"
+            yield key, said
+
+
+def _without_help(cfg: DictConfig) -> dict[str, Any]:
+    """Return a config without Hydra's texts of help, which name keys and options beside interpolations."""
+    raw: Any = OmegaConf.to_container(cfg)
+    hydra_cfg = raw.pop("hydra", {})
+    return {**raw, "hydra": {key: value for key, value in hydra_cfg.items() if key not in ("help", "hydra_help")}}
+
+
+def _keys_named(name: str) -> list[str]:
+    """Return the keys of groups with this name: trainer.epochs for epochs."""
+    keys = [*(f"{group}.{one.name}" for group in SCHEMAS for one in fields(SCHEMAS[group])), *_USUAL]  # type: ignore[arg-type]
+    return [key for key in keys if key.rpartition(".")[2] == name]
+
+
+def _did_you_mean(key: str, keys: Iterable[str]) -> str:
+    return f"{key}: there is no such key: did you mean {' or '.join(keys)}?"
 
 
 def _check_data(raw: Mapping[Any, Any]) -> None:
@@ -213,6 +167,15 @@ def _is_read(key: str, raw: Any) -> bool:
 def explain(error: BaseException) -> str | None:
     """Return a sentence for an error of Hydra, OmegaConf or YAML about a config; None for another error."""
     typed, cause = str(error), error.__cause__
+    if isinstance(error, ConfigCompositionException) and (in_file := _MERGING_FILE.match(typed)):
+        cause = cause or error.__context__  # Hydra gives a file's error no cause
+        said = _explain_value(cause, typed)
+        if said is None and isinstance(cause, OmegaConfBaseException):
+            said = ": ".join(filter(None, (str(cause.full_key or ""), _first_line(cause))))
+        return said and f"{in_file[1]}.yaml: {said}"
+    if variable := uncopied(error):
+        advice = f"type {variable}=<value> in front of the command, or leave it out of {ENV_COPY}"
+        return f"{ENV_COPY}: {variable} is not set: {advice}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _no_option(error)
     if isinstance(error, OverrideParseException):
@@ -240,10 +203,20 @@ def explain(error: BaseException) -> str | None:
     if missing := re.match(r"Could not delete from config\. '(.*)' does not exist", typed):
         advice = "leave it out, or type ddp-hydra --cfg job, which shows the keys"
         return f"~{missing[1]}: there is no such key, or it is null; {advice}"
+    if is_of_options(error):
+        return typed
     if type(error) is ValueError and typed.startswith("Config group override"):
         return f"{error}: give the name of an option, or '~<group>' to leave a group out. ddp-hydra --help lists them"
-    if isinstance(cause, ValidationError) and (given := allowed(str(cause.full_key))):
-        where = typed.removeprefix(_MERGING) if typed.startswith(_MERGING) else f"{cause.full_key}: {cause.msg}"
+    return _explain_value(cause, typed)
+
+
+def _explain_value(cause: BaseException | None, typed: str) -> str | None:
+    """Return a sentence for OmegaConf's error about a value that is typed or in a file."""
+    of_variable = "a text, in quotes" if str(getattr(cause, "full_key", "")).startswith(ENV_SET) else ""
+    if isinstance(cause, ValidationError) and (given := of_variable or allowed(str(cause.full_key))):
+        where = (
+            typed.removeprefix(_MERGING) if typed.startswith(_MERGING) else f"{cause.full_key}: {_first_line(cause)}"
+        )
         return f"{where}: give {given}"
     if not isinstance(cause, ConfigAttributeError | ConfigKeyError) or not isinstance(cause.parent_node, DictConfig):
         return None
@@ -252,18 +225,23 @@ def explain(error: BaseException) -> str | None:
     keys = {group: set(one.keys()) for group, one in nodes.items() if isinstance(one, DictConfig)}  # of null: none
     groups = [f"{group}.{key}" for group, known in keys.items() if key in known]
     if groups and node._get_parent() is None:
-        return f"{key}: there is no such key: did you mean {' or '.join(groups)}?"
+        return _did_you_mean(key, groups)
     more = ""
     if "_target_" in node:
         more = f"; another argument of {node['_target_']} is given with +{key}=<value>"
+    if key.startswith(f"{ENV_SET}."):
+        more = f"; a new variable is given with +{key}=<value>"
     return text.unknown(key, map(str, node), more)
+
+
+def _first_line(error: OmegaConfBaseException) -> str:
+    return str(error.msg or error).splitlines()[0]
 
 
 def no_option(word: str) -> str:
     """Return a sentence for `--epochs`, which other programs take."""
     name = word.lstrip("-").partition("=")[0].replace("-", "_")
-    keys = [*(f"{group}.{one.name}" for group in SCHEMAS for one in fields(SCHEMAS[group])), *_USUAL]  # type: ignore[arg-type]
-    found = [key for key in keys if key.rpartition(".")[2] == name] or ["trainer.epochs"]
+    found = _keys_named(name) or ["trainer.epochs"]
     return f"{word}: there is no such option: keys are typed without dashes, {found[0]}=<value>; type ddp-hydra --help"
 
 
@@ -284,8 +262,12 @@ def _no_option(error: MissingConfigException) -> str:
 def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
     """Refuse texts in the place of numbers and booleans, and experiments that lose; warn of new keys."""
     typed, repository = typed_words(hydra_cfg), getattr(loader, "repository", None)
-    if new := [word.partition("=")[0].lstrip("+") for word in typed if word.startswith("+")]:
-        _warn_of_unread(cfg, new)
+    choices = hydra_cfg.runtime.choices
+    new = [word.partition("=")[0].lstrip("+") for word in typed if word.startswith("+")]
+    new = [key for key in new if key not in choices]
+    for key, said in _mistakes(cfg, new):
+        raise ConfigError(f"{_place(key, hydra_cfg, loader) if repository is not None else ''}{said}")
+    _warn_of_unread(cfg, new)
     sizes = [word for word in typed if word.lstrip("+").startswith("data.batch_size=")]
     both = [OmegaConf.select(cfg, f"data.{key}") for key in ("batch_size", "global_batch")]
     if sizes and None not in both:
@@ -293,8 +275,22 @@ def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
             f"{sizes[0]}: data.global_batch={both[1]} wins over it: give one of the two, and null for the other"
         )
     if repository is not None:
-        check_experiments(cfg, typed, hydra_cfg.runtime.choices, repository, hydra_cfg.job.config_name or "config")
-        check_texts(cfg, typed, hydra_cfg.runtime.choices, repository)
+        experiments.check(cfg, hydra_cfg, loader)
+        check_texts(cfg, typed, choices, repository)
+
+
+def _place(key: str, hydra_cfg: Any, loader: Any) -> str:
+    """Return the file that sets a key, `experiment/mine.yaml: `, if one does."""
+    words = [*typed_words(hydra_cfg), *hydra_cfg.overrides.hydra]
+    found = loader.compute_defaults_list(hydra_cfg.job.config_name, words, RunMode.RUN)
+    for default in reversed(found.defaults):
+        config = loader.repository.load_config(default.config_path)
+        if config is None:
+            continue
+        content, prefix = OmegaConf.to_container(config.config), f"{default.package}." if default.package else ""
+        if any(meet(key, own) for own, _ in redact.leaves(content, prefix)):
+            return f"{default.config_path}.yaml: "
+    return ""
 
 
 def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any], repository: Any) -> None:
@@ -304,7 +300,7 @@ def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any
         # a cluster's number may become a text: memory_limit=4GB
         if not name or group in SCHEMAS or group == "cluster" or not choices.get(group):
             continue
-        usual = dict(redact.leaves(read_option(repository, f"{group}/{choices[group]}")[1])).get(name)
+        usual = dict(redact.leaves(values_of_option(repository, f"{group}/{choices[group]}"))).get(name)
         # Only the job knows what ${hydra:runtime.output_dir} and the like are.
         if not isinstance(usual, bool | int | float) or "${" in word:
             continue
@@ -317,7 +313,11 @@ def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any
 
 def _warn_of_unread(cfg: DictConfig, new: Iterable[str]) -> None:
     """Warn of new keys that are neither arguments of a `_target_` nor used by an interpolation."""
-    raw = OmegaConf.to_container(cfg)
+    raw = _without_help(cfg)
+    for top, value in raw.items():
+        inside = [key for key in value if key in TOP] if isinstance(value, dict) else []
+        if inside and top not in (*TOP, "hydra") and not _is_read(str(top), raw):
+            log.warning("%s.%s: nothing reads it: %s", top, inside[0], _GLOBAL)
     for key in new:
         group, _, name = key.partition(".")
         node = cfg.get(group) if name and "." not in name and group not in SCHEMAS else None

@@ -61,9 +61,10 @@ class CachingConfigLoader:
             if len(self.composed) < CHECKED:
                 self.composed[tuple(sweep_overrides)] = self.last
         if not self.has_started and planned_job.is_ours(self.last):
-            if self.last is not before and any(word.startswith("+") for word in new):
+            added = [word for word in new if word.startswith("+")]
+            if self.last is not before and added:
                 own = [str(key) for key in self.last if key != "hydra"]
-                unknown_keys.check_new(OmegaConf.masked_copy(self.last, own))
+                unknown_keys.check_new(OmegaConf.masked_copy(self.last, own), added)
             unknown_keys.check_texts(self.last, texts, self.last.hydra.runtime.choices, self.loader.repository)
             for key, _, number in (word.partition("=") for word in new if word not in texts):
                 validate.check_number(key.lstrip("+"), int(number) if number.lstrip("+-").isdigit() else float(number))
@@ -118,7 +119,7 @@ def is_value(config: DictConfig, key: str, overrides: Sequence[Override]) -> boo
         return False
     groups = groups_of(config)
     keys = [one.key_or_group for one in overrides if one.key_or_group not in groups or isinstance(one.value(), dict)]
-    return sum(unknown_keys.meet(key, other) for other in keys) == 1
+    return sum(references.meet(key, other) for other in keys) == 1
 
 
 def groups_of(config: DictConfig) -> Container[str]:
@@ -207,7 +208,7 @@ class JobQueue:
                 config = self.loader.take(self.config, job.overrides)
         data: Any = OmegaConf.to_container(config.data) if OmegaConf.is_dict(config.get("data")) else {}
         words = list(references.interpolated({"data": {key: data[key] for key in data if key != "train"}}))
-        return [key for key in own if any(unknown_keys.meet(key, word) for word in words)]
+        return [key for key in own if any(references.meet(key, word) for word in words)]
 
     def keep_earlier(self, job: PlannedJob) -> None:
         """Let a job that need not run, and is not in the queue, keep the row of the earlier run of the sweep."""

@@ -181,6 +181,23 @@ def test_a_group_that_is_given_null_is_told_with_how_to_leave_it_out(capsys):
     assert "'~<group>' to leave a group out" in said
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["-m", "seed=1,2", "--cfg", "job"],
+            "Only one of --run, --multirun, --cfg, --info and --shell_completion can be",
+        ),
+        (["--resolve"], "The --resolve flag can only be used in conjunction with --cfg or --help"),
+    ],
+)
+def test_options_that_do_not_go_together_are_told_in_hydras_sentence(words, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ddp-hydra", *words])
+    assert main.report(main.compose_and_run) == 1
+    assert capsys.readouterr().err.startswith(f"ddp_hydra: {said}")
+
+
 def test_hydra_full_error_shows_the_traceback_of_a_users_mistake(capsys, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert main.report(raising(ConfigError("no"))) == 1

@@ -240,12 +240,40 @@ def test_a_resumed_run_has_its_variables_and_those_typed_now_win(run, capsys, mo
     assert capsys.readouterr().err == ""
 
 
-def test_variables_that_hydra_has_copied_for_a_run_are_taken_again_as_they_were():
-    typed = ["+hydra.job.env_copy=[A,MISSING]", "hydra.verbose=true", "+hydra.job.env_set.B=2"]
-    saved = {"job": {"env_set": {"A": "${x}/3", "B": "2"}}, "overrides": {"hydra": typed}}
-    assert typed_sources(saved) == [r'++hydra.job.env_set.A="\${x}/3"', "+hydra.job.env_set.B=2"]
-    for odd in ("+hydra.job.env_copy=[", "hydra.job.env_copy=A", "~hydra.job.env_copy"):
-        assert typed_sources({"job": {"env_set": {"A": "1"}}, "overrides": {"hydra": [odd]}}) == []
+def test_variables_that_hydra_has_copied_for_a_run_are_taken_again_as_they_were(monkeypatch):
+    job = {"env_copy": ["A", "MISSING", "TOKEN"], "env_set": {"A": "${x}/3", "B": "2", "TOKEN": "***"}}
+    saved = {"job": job, "overrides": {"hydra": ["hydra.verbose=true", "+hydra.job.env_set.B=2"]}}
+    copied = [r'++hydra.job.env_set.A="\${x}/3"', '++hydra.job.env_set.TOKEN="***"']
+    assert typed_sources(saved) == [*copied, "hydra.job.env_copy=[]", "+hydra.job.env_set.B=2"]
+    monkeypatch.setenv("TOKEN", "t")
+    assert typed_sources(saved) == [*copied, "hydra.job.env_copy=[TOKEN]", "+hydra.job.env_set.B=2"]
+    again = {
+        "job": {"env_set": {"A": "1"}},
+        "overrides": {"hydra": ["++hydra.job.env_set.A=1", "hydra.job.env_copy=[]"]},
+    }
+    assert typed_sources(again) == ["hydra.job.env_copy=[]", "++hydra.job.env_set.A=1"]
+    for odd in (None, "A", [], {"A": 1}, ["B"]):
+        assert typed_sources({"job": {"env_copy": odd, "env_set": {"A": "1"}}}) == []
+
+
+@pytest.mark.medium
+def test_a_resume_copies_no_variable_anew(run, capsys, monkeypatch, tmp_path):
+    (tmp_path / "copying").mkdir()
+    (tmp_path / "copying/config.yaml").write_text("defaults: [job, _self_]\nhydra: {job: {env_copy: [A]}}\n")
+    hydra = {"job": {"env_copy": ["A"], "env_set": {"A": "1"}}, "overrides": {"hydra": []}}
+    (run / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": hydra}))
+    place = f"--config-dir={tmp_path / 'copying'}"
+
+    def copied(*more: str) -> dict[str, str]:
+        words = typed.read_words([place, f"resume={run}", *more])
+        return dict(typed.compose([word for word in words if "env_" in word or word == place]).hydra.job.env_set)
+
+    monkeypatch.delenv("A", raising=False)
+    assert copied() == {"A": "1"}
+    monkeypatch.setenv("A", "2")
+    assert (copied(), "A=1, as the run had it, and not 2 of the shell" in capsys.readouterr().err) == ({"A": "1"}, True)
+    assert copied("hydra.job.env_set.A=3") == {"A": "3"}
+    assert copied("hydra.job.env_copy=[A]") == {"A": "2"}
 
 
 def test_a_sweep_that_goes_on_has_its_variables(tmp_path):
@@ -359,6 +387,21 @@ def test_words_that_set_no_variable_are_refused(rest):
     word = f"hydra.job.env_set{rest}" if rest else "~hydra.job.env_set"
     with pytest.raises(ConfigError, match=f"^{re.escape(word)} sets no variable: give hydra.job.env_set.<name>="):
         typed.without_variables([word])
+
+
+@pytest.mark.parametrize("rest", [".A=[1,2]", ".A={x: 1}", "={A: [1]}"])
+def test_a_variable_that_is_no_text_is_refused(rest):
+    word = f"hydra.job.env_set{rest}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(word)}: a variable is a text: put its value in quotes$"):
+        typed.without_variables([word])
+    assert typed.without_variables(['hydra.job.env_set.A="[1,2]"'])[0] == []
+
+
+def test_a_variable_that_is_typed_needs_its_value(run, monkeypatch):
+    monkeypatch.delenv("NO_SUCH", raising=False)
+    said = r"^hydra\.job\.env_set\.A=\$\{oc\.env:NO_SUCH\}: Environment variable 'NO_SUCH' not found$"
+    with pytest.raises(ConfigError, match=said):
+        typed.environment_of(str(run), typed=["hydra.job.env_set.A=${oc.env:NO_SUCH}"])
 
 
 @pytest.mark.parametrize("content", ["hydra: [", "- 1", "hydra: {job: {env_set: {A: '${'}}}", None])

@@ -17,17 +17,17 @@ from ddp_hydra.writers.run_dir import is_locked, locked
 
 
 def test_a_second_one_with_the_same_file_leaves_the_folder_to_the_first(tmp_path):
-    folder = tmp_path / "out.csv.parts"
+    folder, checkpoint = tmp_path / "out.csv.parts", tmp_path / "last.pt"
+    checkpoint.touch()
     with locked(folder):  # by the first one, which has no part yet
         with pytest.raises(ConfigError, match="give another out="):
-            predict("run", tmp_path / "out.csv")
+            predict(str(checkpoint), tmp_path / "out.csv")
         assert is_locked(folder)
-    with pytest.raises(CheckpointError, match="does not exist"):
-        predict(str(tmp_path / "run"), tmp_path / "out.csv")
-    assert not folder.exists()
+    with pytest.raises(CheckpointError, match=r"does not exist; in .* there is last\.pt, out\.csv\.parts/$"):
+        predict(str(tmp_path / "run"), tmp_path / "other.csv")
     with pytest.raises(CheckpointError, match="does not exist"):
         predict(str(tmp_path / "run"), tmp_path / "new" / "folder" / "out.csv")
-    assert list(tmp_path.iterdir()) == []
+    assert set(tmp_path.iterdir()) == {checkpoint, folder}
 
 
 def test_parts_of_other_variables_are_not_mixed(tmp_path):

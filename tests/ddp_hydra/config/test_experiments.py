@@ -33,6 +33,15 @@ FILES = {
     "experiment/mine": EXPERIMENT,
     "experiment/base": BASE,
     "experiment/plain": "# @package _global_\noptimizer: {lr: 0.01}\n",
+    "experiment/short": "# @package _global_\ndefaults: [base, {/len: short}, _self_]\n",
+    "experiment/bare": "# @package _global_\ndefaults: [base, {/len@trainer: bare}, _self_]\n",
+    "experiment/prod": "# @package _global_\ndefaults: [base, {/env@_global_: plain}, _self_]\n",
+    "len/short": "# @package trainer\nepochs: 9\n",
+    "len/bare": "epochs: 9\n",
+    "env/numbers": "epochs: 9\n",
+    "env/plain": "trainer: {epochs: 9}\n",
+    "len/other": "trainer: {epochs: 8}\n",
+    "env/nested": "# @package _global_\ndefaults: [{/len@trainer: bare}]\n",
     "env/prod": "# @package _global_\ndefaults: [{override /optimizer: sgd}]\ntrainer: {epochs: 9}\n",
     "callbacks/one": "one: {_target_: models.mine.Callback}",
     "callbacks/two": "two: {_target_: models.mine.Callback}",
@@ -119,6 +128,33 @@ def test_a_group_of_ones_own_that_comes_later_wins_over_an_experiment(composed, 
     last = config.replace("  - _self_\n", "") + "  - _self_\ntrainer: {precision: fp32}\n"
     with pytest.raises(ConfigError, match=r"experiment=mine sets trainer\.precision=bf16"):
         composed(last, "experiment=mine", *words)
+
+
+ANY_PACKAGE = (
+    ["experiment=mine", "+len=short"],
+    ["experiment=mine", "+len@trainer=bare"],
+    ["experiment=mine", "+env@_global_.trainer=numbers"],
+    ["experiment=mine", "+env@_global_=plain"],
+    ["experiment=mine", "+env=nested"],
+    ["experiment=[mine,short]"],
+    *([f"experiment={name}"] for name in ("short", "bare", "prod")),
+)
+
+
+@pytest.mark.parametrize("config", [main(*RIGHT), main(*RIGHT, "len@_global_: other")], ids=["last", "not last"])
+@pytest.mark.parametrize("words", ANY_PACKAGE, ids=" ".join)
+def test_what_is_chosen_for_a_package_wins_where_it_comes_later(composed, config, words):
+    is_typed = any("+" in word for word in words)
+    assert composed(config, *words).trainer.epochs == (9 if is_typed or "len" not in config else 8)
+
+
+def test_what_a_list_of_experiments_loses_is_told_and_what_an_added_place_may_set_is_not_judged(composed, tmp_path):
+    with pytest.raises(ConfigError, match=r"experiment=plain sets optimizer\.lr=0\.01, and 0\.5 of"):
+        composed(main(*AFTER, values=OWN), "experiment=[base,plain]")
+    (tmp_path / "more/there").mkdir(parents=True)
+    (tmp_path / "more/there/prod.yaml").write_text("# @package _global_\noptimizer: {lr: 3}\n")
+    place = f"hydra: {{searchpath: ['file://{tmp_path}/more']}}\n"
+    assert composed(main(*AFTER, values=OWN + place), "experiment=plain", "+there=prod").optimizer.lr == 3
 
 
 def test_what_cfg_job_shows_is_what_runs_or_is_refused_alike(composed, tmp_path):

@@ -17,6 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 
 from ddp_hydra.cluster.kinds import signals_kept
 from ddp_hydra.config import checkpoint_config, schema, unknown_keys, validate
@@ -374,3 +375,10 @@ def test_the_command_line_shows_the_composed_config_without_torch(tmp_path):
     shown = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
     assert OmegaConf.create(shown.stdout).optimizer.lr == 0.3
+
+
+def test_a_variable_of_hydra_knows_no_key_of_the_job():
+    cfg = OmegaConf.create({"hydra": {"job": {"env_set": {"A": "${seed}"}}}})
+    with pytest.raises(InterpolationResolutionError) as caught:
+        _ = cfg.hydra.job.env_set.A
+    assert "'seed' not found: Hydra knows only its own part of the config there" in schema.unresolved(caught.value)

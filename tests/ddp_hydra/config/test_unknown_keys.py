@@ -154,6 +154,11 @@ def test_a_key_that_nothing_reads_is_warned_of(new, others, said, caplog):
         ("data.train.prefx=a", "data.train.prefx: there is no such key: did you mean data.train.prefix?"),
         ("data.colour=a", "data.colour: there is no such key; the keys of data are "),
         ("hydra.sweeper.n_trial=3", "hydra.sweeper.n_trial: there is no such key"),
+        (
+            "hydra.job.env_set.X=1",
+            "no such key; hydra.job.env_set has none; a new variable is given with +hydra.job.env_se",
+        ),
+        ("+hydra.job.env_set.X=[1,2]", "+hydra.job.env_set.X=[1,2]: give a text, in quotes"),
         ("hydra/launcher.stop=asha", "give hydra.launcher.stop=asha"),
         ("tags=a,b", "tags=a,b: these are several values: type tags=[a,b] for a list, \"tags='a,b'\" for a text"),
     ],
