@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -34,6 +35,8 @@ CONFIG_DIR = "--config-dir"
 """The option, and what we name the folder that it adds, in Hydra's list of sources."""
 ENV_SET = "hydra.job.env_set"
 """The key of the variables of the environment that Hydra sets for a job."""
+ENV_COPY = "hydra.job.env_copy"
+"""The key of the variables of the shell that Hydra keeps, with their values, in `ENV_SET`."""
 
 logging.getLogger(utils.__name__).addFilter(lambda record: not record.getMessage().startswith("Error getting "))
 """Hydra logs each name that it doesn't find as what it was looked for first, also where the next look finds it."""
@@ -87,18 +90,22 @@ def typed_sources(hydra_cfg: Mapping[Any, Any]) -> list[str]:
         elif source.get("provider") == "hydra.searchpath in command-line":
             searched.append(text.quoted(f"{source.get('schema')}://{place}"))
     words += [f"hydra.searchpath=[{','.join(searched)}]"] if searched else []
-    overrides = found if isinstance(found := hydra_cfg.get("overrides"), dict) else {}
-    typed = found if isinstance(found := overrides.get("hydra"), list) else []
-    given = [word for word in typed if isinstance(word, str)]
+    given = _typed_for_hydra(hydra_cfg)
     copied = found if isinstance(found := job.get("env_set"), dict) else {}  # Hydra has put the values there
     names = [name for word in given for name in _copies(word) if name in copied]
     set_again = [f"++{ENV_SET}.{name}={text.quoted(str(copied[name]))}" for name in names]
     return [*words, *set_again, *filter(sets_variables, given)]
 
 
+def _typed_for_hydra(hydra_cfg: Mapping[Any, Any]) -> list[str]:
+    overrides = found if isinstance(found := hydra_cfg.get("overrides"), dict) else {}
+    typed = found if isinstance(found := overrides.get("hydra"), list) else []
+    return [word for word in typed if isinstance(word, str)]
+
+
 def _copies(word: str) -> list[str]:
     """Return the names of variables that an override of `hydra.job.env_copy` has Hydra copy."""
-    if word.partition("=")[0].lstrip("+") != "hydra.job.env_copy":
+    if word.partition("=")[0].lstrip("+") != ENV_COPY:
         return []
     with suppress(HydraException):
         found = parse_override(word).value()
@@ -109,6 +116,25 @@ def _copies(word: str) -> list[str]:
 def sets_variables(word: str) -> bool:
     key = word.partition("=")[0].lstrip("+~")
     return key == ENV_SET or key.startswith(f"{ENV_SET}.")
+
+
+def reads_variable(config: DictConfig, name: str) -> bool:
+    """Return whether a config, without Hydra's own part, reads a variable of the environment: `${oc.env:NAME}`."""
+    own = OmegaConf.to_yaml(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
+    return re.search(rf"\$\{{oc\.env:\s*{re.escape(name)}\b", own) is not None
+
+
+def typed_variables(hydra_cfg: Mapping[Any, Any]) -> dict[str, str]:
+    """Return the variables that were typed for a job, with their values as they are written.
+
+    Args:
+        hydra_cfg: as for `typed_sources`.
+    """
+    job = found if isinstance(found := hydra_cfg.get("job"), dict) else {}
+    given = found if isinstance(found := job.get("env_set"), dict) else {}
+    words = _typed_for_hydra(hydra_cfg)
+    names = {*variables_of(words), *(name for word in words for name in _copies(word))}
+    return {str(name): str(value) for name, value in given.items() if name in names}
 
 
 def variables_of_job(job: Any) -> dict[str, str]:
