@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import json
-import re
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,7 +24,7 @@ from ddp_hydra.cli.compose import compose, environment_of, read_words
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.cluster.connection import Scheduler, workers_of
 from ddp_hydra.config import references
-from ddp_hydra.config.hydra_compat import typed_words
+from ddp_hydra.config.hydra_compat import ENV_SET, reads_variable, typed_words, variables_of
 from ddp_hydra.config.schema import Handler
 from ddp_hydra.config.unknown_keys import explain
 from ddp_hydra.console import text
@@ -476,12 +476,15 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str | 
             what = "cluster=inline" if cluster.is_inline(job.cfg.cluster) else "results.handler=cluster"
             raise ConfigError(f"wait=False with {what}: this runs in the calling thread; leave out wait=False")
         job.rank_settings["variables"] |= (variables := job.variables())
-        for name in variables:
-            if not wait and re.search(rf"\$\{{oc\.env:\s*{re.escape(name)}\b", OmegaConf.to_yaml(job.cfg)):
-                raise ConfigError(
-                    f"wait=False: the config reads {name}, and hydra.job.env_set.{name} would change the environment "
-                    f"of this program, which goes on: set os.environ[{name!r}] before, or leave out wait=False"
-                )
+        for name in [] if wait else variables:
+            if os.environ.get(name) == variables[name] or not reads_variable(job.cfg, name):
+                continue
+            is_typed = name in variables_of(overrides)
+            raise ConfigError(
+                f"wait=False: the config reads {name}, and {ENV_SET}.{name}{'' if is_typed else ' of the resumed run'} "
+                f"would change the environment of this program, which goes on: set os.environ[{name!r}] to its value "
+                f"before, {'' if is_typed else f'give ~{ENV_SET}.{name}, '}or leave out wait=False"
+            )
         if not job.cfg.dry_run:
             with locked(job.run_dir):
                 refuse_other_run(job.run_dir, job.cfg.resume)

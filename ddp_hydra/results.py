@@ -178,15 +178,14 @@ def log(metrics: Mapping[str, Any], step: int, *, epoch: float | None = None, sa
         RecordError: a metric is not a number, or this process is not a rank.
         ConfigError: in a job, a name is one of the run's own metrics.
     """
-    if _process.check_names is not None:
+    if _process.check_names is not None and isinstance(metrics, Mapping):
         _process.check_names(metrics)
     send_metrics(metrics, step, epoch, samples)
 
 
 def send_metrics(metrics: Mapping[str, Any], step: int, epoch: float | None, samples: float | None) -> None:
     """Send scalars of any name; see `log`."""
-    numbers = {name: _number(name, value) for name, value in metrics.items()}
-    emit(Metrics(numbers, epoch, samples), step)
+    emit(Metrics(_numbers("log", metrics), epoch, samples), step)
 
 
 def log_mean(*unnamed: Any, **values: Any) -> None:
@@ -250,6 +249,16 @@ def _number(name: str, value: Any) -> float:
         ) from None
 
 
+def _numbers(call: str, metrics: Mapping[str, Any]) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise _wrong_type(f"{call}(metrics={metrics!r:.40})", "a dict, {'train/loss': 0.3}", metrics)
+    return {name: _number(name, value) for name, value in metrics.items()}
+
+
+def _wrong_type(call: str, wanted: str, given: Any) -> RecordError:
+    return RecordError(f"{call} takes {wanted}, got {type(given).__name__}")
+
+
 def text(name: str, text: str, step: int | None = None) -> None:
     """Show a text (Markdown) in TensorBoard.
 
@@ -259,9 +268,11 @@ def text(name: str, text: str, step: int | None = None) -> None:
         step: optimizer steps done.
 
     Raises:
-        RecordError: it is larger.
+        RecordError: it is larger, or no text.
     """
-    _check_size("text", name, len(str(text).encode(errors="replace")))
+    if not isinstance(text, str):
+        raise _wrong_type(f"text({name!r:.80}, …)", "a str", text)
+    _check_size("text", name, len(text.encode(errors="replace")))
     emit(Text(name, text), step)
 
 
@@ -274,10 +285,14 @@ def image(name: str, png: bytes, step: int | None = None) -> None:
         step: optimizer steps done.
 
     Raises:
-        RecordError: it is larger.
+        RecordError: it is larger, or not encoded.
     """
-    _check_size("image", name, len(png))
-    emit(Image(name, base64.b64encode(png).decode()), step)
+    if not isinstance(png, (bytes, bytearray, memoryview)):
+        wanted = "the bytes of a PNG, as image.save(file, 'PNG') of Pillow and figure.savefig(file) of matplotlib write"
+        raise _wrong_type(f"image({name!r:.80}, …)", f"{wanted} into io.BytesIO()", png)
+    content = bytes(png)
+    _check_size("image", name, len(content))
+    emit(Image(name, base64.b64encode(content).decode()), step)
 
 
 def _check_size(kind: str, name: str, size: int) -> None:
@@ -295,9 +310,15 @@ def histogram(name: str, edges: Sequence[float], counts: Sequence[float], step: 
         step: optimizer steps done.
 
     Raises:
-        RecordError: the numbers of edges and counts do not fit together, or there are too many.
+        RecordError: the numbers of edges and counts do not fit together, there are too many, or they are no numbers.
     """
-    emit(Histogram(name, [float(edge) for edge in edges], [float(count) for count in counts]), step)
+    numbers = []
+    for what, values in (("edges", edges), ("counts", counts)):
+        try:
+            numbers.append([float(value) for value in values])
+        except (TypeError, ValueError, RuntimeError):
+            raise _wrong_type(f"histogram({name!r:.80}, {what}=…)", "numbers in one dimension", values) from None
+    emit(Histogram(name, *numbers), step)
 
 
 def submit(path: str, data: bytes | str) -> None:
@@ -313,7 +334,7 @@ def submit(path: str, data: bytes | str) -> None:
     if _process.check_names is not None:
         check_submitted(path, _process.rank)
     if not isinstance(data, (str, bytes, bytearray, memoryview)):
-        raise RecordError(f"submit({path!r}, …) takes bytes or str, got {type(data).__name__}")
+        raise _wrong_type(f"submit({path!r}, …)", "bytes or str", data)
     content = data.encode() if isinstance(data, str) else bytes(data)
     emit(file_of(path, content))
 
@@ -339,9 +360,11 @@ def submit_file(
     If `write` returns a NotingFile by which it has written all, the file is not read again for its sha256.
 
     Raises:
-        RecordError: `path` is not a relative path inside the run directory.
+        RecordError: `path` is not a relative path inside the run directory, or `write` no function.
         DiskFull: the disk of the outbox stayed full.
     """
+    if not callable(write):
+        raise _wrong_type(f"submit_file({path!r}, …)", "a function that writes the file to a path", write)
     emit(_outbox_file(path, write, checkpoint), step)
 
 
@@ -370,6 +393,9 @@ def checkpoint(
     """
     import torch  # the client imports this module, too, and needs no torch
 
+    if not isinstance(state, Mapping):
+        raise _wrong_type(f"checkpoint(…, step={step!r:.20})", "a dict, {'model': model.state_dict()}", state)
+
     def write(target: Path) -> NotingFile:
         try:
             with target.open("wb") as opened, NotingFile(opened).explained() as file:
@@ -382,7 +408,7 @@ def checkpoint(
                 f"({(str(error).splitlines() or [''])[0]}): give the state_dict() of each object"
             ) from None
 
-    numbers = {name: _number(name, value) for name, value in (metrics or {}).items()}
+    numbers = _numbers("checkpoint", {} if metrics is None else metrics)
     submit_file(f"{FOLDER}/{step_name(step)}", write, step, Checkpoint(step, epoch, samples, numbers, best))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,6 +100,17 @@ class Summary(Struct, kw_only=True):
         for name, value in fields.items():
             setattr(self, name, value)
 
+    def count_attempts(self, earlier: Sequence[AttemptEntry], failed: Sequence[AttemptEntry], begun: int) -> None:
+        """Count the attempts of this process; `earlier`: those that failed in processes before it."""
+        self.attempts = [*earlier, *failed]
+        self.restarts = max(self.restarts, len(earlier) + begun - 1)
+
+    @property
+    def last_step(self) -> int:
+        """Return the last step that was done, whether it is saved or not."""
+        has_failed = len(self.attempts) > self.restarts  # its last attempt, which no other one follows
+        return self.attempts[-1].steps_done if has_failed else self.steps or 0
+
 
 class Status(Struct, kw_only=True):
     """Where a run is: docs/reference/files.md describes the fields. Those from `scheduler` on are a driver's."""
@@ -118,6 +129,7 @@ class Status(Struct, kw_only=True):
     stopped_early: str | None = None
     metrics: Metrics = {}
     attempts: list[AttemptEntry] = []
+    steps_lost: Count = 0
     objective: Objective | None = None
     tags: list[str] = []
     time: Finite | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -91,15 +92,13 @@ def typed_sources(hydra_cfg: Mapping[Any, Any]) -> list[str]:
         elif source.get("provider") == "hydra.searchpath in command-line":
             searched.append(text.quoted(f"{source.get('schema')}://{place}"))
     words += [f"hydra.searchpath=[{','.join(searched)}]"] if searched else []
-    overrides = found if isinstance(found := hydra_cfg.get("overrides"), dict) else {}
-    typed = found if isinstance(found := overrides.get("hydra"), list) else []
-    given = [word for word in typed if isinstance(word, str)]
+    given = _typed_for_hydra(hydra_cfg)
     copies = found if isinstance(found := job.get("env_copy"), list) else []
     copied = found if isinstance(found := job.get("env_set"), dict) else {}  # Hydra has put the values there
     names = [str(name) for name in copies if name in copied]
     set_again = [f"++{ENV_SET}.{name}={text.quoted(str(copied[name]))}" for name in names]
-    was_typed = any(word.partition("=")[0].lstrip("+") == ENV_COPY for word in given)  # as by this, for a run before
-    if names or was_typed:  # else the shell's values would win; a secret is kept nowhere
+    # A run before may have got these words, too. Else the shell's values would win; a secret is kept nowhere.
+    if names or _has_typed_copies(given):
         secrets = (text.quoted(name) for name in names if copied[name] == HIDDEN and name in os.environ)
         set_again.append(f"{ENV_COPY}=[{','.join(secrets)}]")
     return [*words, *set_again, *filter(sets_variables, given)]
@@ -118,9 +117,39 @@ def is_of_options(error: BaseException) -> bool:
     return bool(frames) and frames[-1].name == "_run_hydra"
 
 
+def _typed_for_hydra(hydra_cfg: Mapping[Any, Any]) -> list[str]:
+    overrides = found if isinstance(found := hydra_cfg.get("overrides"), dict) else {}
+    typed = found if isinstance(found := overrides.get("hydra"), list) else []
+    return [word for word in typed if isinstance(word, str)]
+
+
+def _has_typed_copies(words: Sequence[str]) -> bool:
+    return any(word.partition("=")[0].lstrip("+") == ENV_COPY for word in words)
+
+
 def sets_variables(word: str) -> bool:
     key = word.partition("=")[0].lstrip("+~")
     return key == ENV_SET or key.startswith(f"{ENV_SET}.")
+
+
+def reads_variable(config: DictConfig, name: str) -> bool:
+    """Return whether a config, without Hydra's own part, reads a variable of the environment: `${oc.env:NAME}`."""
+    own = OmegaConf.to_yaml(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
+    return re.search(rf"\$\{{oc\.env:\s*{re.escape(name)}\b", own) is not None
+
+
+def typed_variables(hydra_cfg: Mapping[Any, Any]) -> dict[str, str]:
+    """Return the variables that were typed for a job, with their values as they are written.
+
+    Args:
+        hydra_cfg: as for `typed_sources`.
+    """
+    job = found if isinstance(found := hydra_cfg.get("job"), dict) else {}
+    given = found if isinstance(found := job.get("env_set"), dict) else {}
+    words = _typed_for_hydra(hydra_cfg)
+    copies = job.get("env_copy") if _has_typed_copies(words) else None
+    names = {*variables_of(words), *(map(str, copies) if isinstance(copies, list) else ())}
+    return {str(name): str(value) for name, value in given.items() if name in names}
 
 
 def variables_of_job(job: Any) -> dict[str, str]:

@@ -253,7 +253,7 @@ def recorded(
     What an earlier call has measured there stays, and so do its attempts.
 
     Args:
-        describe: returns what summary.json says of the attempts of this call.
+        describe: returns what `Gang.summary` says of the attempts of this call.
         status: what status.json says; it is given what the earlier call has left.
 
     Raises:
@@ -263,7 +263,8 @@ def recorded(
         if (before := read_summary(run_dir)) is not None and before.status == "done":
             raise ConfigError(f"{run_dir} holds a run that is done, and its results would be mixed: {ANOTHER}")
         summary, before = Summary(status="failed"), before or Summary(status="failed")
-        summary.update({name: getattr(before, name) for name in ("steps", "samples", "metrics", "attempts")})
+        kept = ("steps", "samples", "metrics", "attempts", "restarts")
+        summary.update({name: getattr(before, name) for name in kept})
         status.attempts, status.metrics = before.attempts, dict(before.metrics)
         with summary_written(run_dir, summary):
             writers = default_writers(run_dir, fetch, retry_s=retry_s, give_up=give_up, progress=False, status=status)
@@ -272,5 +273,6 @@ def recorded(
                     yield handler.handle
             finally:
                 told = describe()
-                summary.update({**told, "attempts": [*before.attempts, *told["attempts"]]})
+                summary.world_size = told["world_size"]
+                summary.count_attempts(before.attempts, told["attempts"], told["begun"])
             summary.status = "done"

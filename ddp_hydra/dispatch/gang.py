@@ -222,10 +222,10 @@ class Gang:
             self.in_use.release()
 
     def summary(self) -> dict[str, Any]:
-        """Return what summary.json says of the attempts."""
+        """Return the number of ranks, how many attempts have begun, and those that have failed."""
         return {
             "world_size": self.world_size,
-            "restarts": self.attempt.number - self.first_attempt if self.attempt else 0,
+            "begun": self.attempt.number - self.first_attempt + 1 if self.attempt else 0,
             "attempts": list(self.restarts.ended),
         }
 

@@ -165,9 +165,10 @@ def train(
     with summarised(run_dir, cfg, shown_dir) as summary, ExitStack() as stack:
         stack.callback(add_saved, summary, run_dir, is_stored=remote is not None)
         is_own = goes_on(run_dir, cfg.resume, is_stored=remote is not None)
-        earlier = (read_summary(run_dir) if is_own else None) or Summary(status="failed")
-        kept = ("steps", "samples", "metrics", "attempts")
-        summary.update({name: copy.copy(getattr(earlier, name)) for name in kept})
+        before = read_summary(run_dir) or Summary(status="failed")
+        counts = {name: copy.copy(getattr(before, name)) for name in ("attempts", "restarts", "steps_lost")}
+        earlier = before if is_own else Summary(status="failed")
+        summary.update({name: copy.copy(getattr(earlier, name)) for name in ("steps", "samples", "metrics")} | counts)
         with held_back():
             check(cfg)
             from ddp_hydra.writers import tensorboard  # imports TensorBoard: not before the config is known to be right
@@ -196,10 +197,10 @@ def train(
             job.on_begin = partial(stack.enter_context, session)
         result = read_result(job.run_here() if connect.is_inline(cfg.cluster) else job.run_on_dask(packed, stop))
         # What an attempt has not measured itself, the one before has: it may have ended just after its last validation.
-        before = summary.metrics
-        if cfg.resume and not before and not result.metrics:  # nothing was left to train
-            before = metrics_by_step(cfg.resume).get(result.steps, {})
-        metrics, slowest = {**before, **finite(result.metrics)}, finite(result.slowest)
+        measured = summary.metrics
+        if cfg.resume and not measured and not result.metrics:  # nothing was left to train
+            measured = metrics_by_step(cfg.resume).get(result.steps, {})
+        metrics, slowest = {**measured, **finite(result.metrics)}, finite(result.slowest)
         matrices = result.matrices or (earlier.matrices if summary.from_step == earlier.steps else None) or {}
         summary.update({**asdict(result), "metrics": metrics, "slowest": slowest, "matrices": matrices})
         if result.interrupted not in ("", "pause"):
@@ -249,18 +250,16 @@ class Job:
         self.give_up = threading.Event()
         self.begun = time.monotonic()
         self.first_attempt = next_attempt(self.run_dir)
-        self.earlier_attempts = (read_summary(self.run_dir) or Summary(status="failed")).attempts
+        earlier = read_summary(self.run_dir) or Summary(status="failed")
+        self.earlier_attempts = earlier.attempts
         self.first_world_size = 0
         self.first_step = 0
-        self.steps_before = 0  # done by the attempt before, maybe in another process
-        last = self.earlier_attempts[-1].steps_done if self.earlier_attempts else 0
+        self.steps_before = earlier.last_step  # done by the attempt before, maybe in another process
         self.ranks_before: int | None = None  # of a driver that was lost; 0: of none, but it outlives workers
         _, hosts, run_dir = torchrun.read_memory()
         if run_dir == str(self.run_dir.absolute()):  # torchrun may have started it before, with more hosts
-            self.steps_before = last
             self.first_world_size = self.cfg.dispatch.ranks or hosts * int(ranks_per_worker(self.cfg))
         elif self.remote and self.remote.spec.is_restart:
-            self.steps_before = last
             self.first_world_size = next(filter(None, (one.world_size for one in self.earlier_attempts)), 0)
             self.ranks_before = self.first_world_size
         elif self.remote and self.remote.spec.max_restarts:  # its scheduler may be another one than the command's
@@ -288,6 +287,7 @@ class Job:
 
     def run_here(self) -> dict[str, Any]:
         self.summary.world_size = 1
+        self.summary.count_attempts(self.earlier_attempts, (), begun=1)
         check_faults(self.cfg, self.cfg.faults, 1)
         for key in ("ranks", "ranks_per_worker"):
             if (given := self.cfg.dispatch[key]) not in (None, 1, "auto"):
@@ -331,8 +331,8 @@ class Job:
                 return values[0]
             finally:
                 found = gang.summary()
-                self.summary.world_size, self.summary.restarts = found["world_size"], found["restarts"]
-                self.summary.attempts = [*self.earlier_attempts, *found["attempts"]]
+                self.summary.world_size = found["world_size"]
+                self.summary.count_attempts(self.earlier_attempts, found["attempts"], found["begun"])
 
     @property
     def cluster_config(self) -> DictConfig:
@@ -383,10 +383,10 @@ class Job:
             self.on_begin()
         self.summary.from_step = begin = record.step or 0
         self.begin_from(begin)
-        for status in (self.status, *([self.remote.status] if self.remote else [])):
-            status.attempts = [*self.earlier_attempts, *self.ended]
-            status.metrics = dict(self.summary.metrics)
         self.summary.steps_lost += max(0, self.steps_before - begin)
+        for status in (self.status, *([self.remote.status] if self.remote else [])):
+            status.attempts, status.steps_lost = [*self.earlier_attempts, *self.ended], self.summary.steps_lost
+            status.metrics = dict(self.summary.metrics)
         if not self.ended:
             self.first_step = begin
 

@@ -39,7 +39,7 @@ class TrainResult(Struct, kw_only=True):
     samples: Count
     bad_samples: Count
     train_s: Finite
-    samples_per_s: Finite
+    samples_per_s: Finite | None
     tokens_per_s: Finite | None = None
     mfu: Finite | None = None
     metrics: dict[str, float]
@@ -118,11 +118,12 @@ def closing_lines(summary: Summary, shown_dir: str) -> str:
         speed += f", MFU {summary.mfu:.1%}"
     best, before = summary.best, summary.from_step  # its last attempt, whose time is told, began there
     last = f", the last {steps - before:,}" if before else ""
+    has_failed = any(one.started >= (summary.started or 0.0) for one in summary.attempts)  # not in an earlier process
     took = f"{counted(steps, 'step')}{last} in {train_s:.1f} s"
     lines = [
         f"{summary.status}: {', '.join([took, speed, *shown])}  ->  {shown_dir}",
         "nothing was left to train: resume= with more, as trainer.epochs=<n>, goes on"
-        if before and before == steps and summary.status == "done" and not (summary.stopped_early or summary.restarts)
+        if before and before == steps and summary.status == "done" and not (summary.stopped_early or has_failed)
         else None,
         f"stopped early: {summary.stopped_early}" if summary.stopped_early else None,
         f"best: {objective} {best.value:.4g} at step {best.step:,}: {FOLDER}/{BEST}"

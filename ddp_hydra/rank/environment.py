@@ -15,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import os
+import re
 import resource
 import socket
 import sys
@@ -26,6 +27,8 @@ from ddp_hydra.errors import ClusterError, ConfigError
 from ddp_hydra.rank.spec import JobSpec, RankSpec
 from ddp_hydra.storage.retry import Backoff
 
+THREADS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
+"""The variables of torch's number of threads, the one that wins first. OpenMP takes "4,2" for nested regions."""
 PORT_S = 5.0
 """How long a port of `dispatch.port_range` may still be held by a rank or a job that ends, in seconds."""
 
@@ -99,6 +102,12 @@ def seen_gpus() -> list[str]:
 def threads(total: int, ranks: int) -> int:
     """Return a rank's number of threads: its share of the host's cores, within those that its worker is bound to."""
     return max(1, min(len(cores()) or total, total // ranks))
+
+
+def threads_of_job(variables: Mapping[str, str]) -> int:
+    """Return the number of threads that the variables of a job ask for, as torch reads them; 0 without any."""
+    given = (re.match(r"\s*0*([1-9]\d{0,3})\s*(,|$)", variables.get(name, "")) for name in THREADS)
+    return next((int(found[1]) for found in given if found), 0)
 
 
 def shared_cores(nanny: int | None) -> list[int]:

@@ -201,7 +201,11 @@ class RankProcess:
     def launch(self) -> RankLaunch:
         spec, job = self.spec, self.job
         ranks = max(spec.local_world_size + self.device.other_ranks, job.ranks_on_host.get(spec.host, 0))
-        threads = job.settings.threads or environment.threads(len(self.cores()) or os.cpu_count() or 1, ranks)
+        threads = (
+            job.settings.threads
+            or environment.threads_of_job(job.settings.variables)
+            or environment.threads(len(self.cores()) or os.cpu_count() or 1, ranks)
+        )
         own = replace(
             job,
             ranks=(spec,),

@@ -73,7 +73,7 @@ class GangSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     Args:
         name: name that Dask's dashboard and `ps` show; it is made unique.
         group: whether to initialise the process group for functions; if False, they do it themselves, as scripts do.
-        threads: CPU threads per rank; 0 shares each host's cores among all ranks.
+        threads: CPU threads per rank; 0 takes what `variables` say, or shares each host's cores among all ranks.
         data_workers: processes that make the batches of each rank: it takes their helper when it starts; None: on GPUs.
         retry_s: how long to wait for space where a worker's temporary folder is full.
         pip: requirements that each worker must have, in pip's syntax.

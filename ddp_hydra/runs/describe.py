@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import time
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from ddp_hydra.checked import finite_number
+from ddp_hydra.config import redact
+from ddp_hydra.config.hydra_compat import ENV_COPY, ENV_SET
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.remote.status import ENDED, LOST_S
 from ddp_hydra.run_state import AttemptEntry, FailureEntry, State, Status, Summary, decode
@@ -49,7 +52,7 @@ class RunRow(Struct, array_like=True):
         project: sha256 of its code.
         message: why it failed.
         stopped_early: why it is done before its last step.
-        restarts: how many attempts its newest process began after the first one.
+        restarts: how often it began again after an attempt that failed.
         attempts: those that failed.
         train_s: how long the last attempt has trained.
         wait_s: for how much of `train_s` a rank has waited for data.
@@ -87,7 +90,7 @@ def row_of(files: RunFiles, state: RunState) -> RunRow:
     """Return the row of a run; its `status` is left to the caller, which knows whether it goes on."""
     summary, status, newest = state.summary or Summary(status=""), state.status or Status(), state.newest
     now = newest if isinstance(newest, Status) else Status()
-    chosen = choices(files.read(".hydra/hydra.yaml"))
+    chosen = choices(hydra := files.read(".hydra/hydra.yaml"))
     objective = summary.objective or status.objective
     metric = text(objective.metric) if objective else ""
     typed = yaml_value(files.read(".hydra/overrides.yaml"))
@@ -108,7 +111,7 @@ def row_of(files: RunFiles, state: RunState) -> RunRow:
         model=chosen.get("model", ""),
         data=chosen.get("data", ""),
         tags=read_tags(files, summary.tags or status.tags),
-        overrides=texts(typed),
+        overrides=texts(typed) + variable_words(hydra),
         project=text(summary.project or status.project),
         message=text(state.problem) or failure,
         stopped_early=text(newest.stopped_early),
@@ -145,6 +148,15 @@ def choices(content: bytes) -> dict[str, str]:
         if not line.startswith("      ") or not colon:
             break
         found[name] = "" if value == "null" else text(value.strip("'\""))
+    return found
+
+
+def variable_words(content: bytes) -> list[str]:
+    """Return the overrides of a hydra.yaml that give a job variables of the environment, without secrets."""
+    _, _, rest = content.decode(errors="replace").partition("\n  overrides:\n    hydra:\n")
+    part = "".join(itertools.takewhile(lambda line: line.startswith(("    - ", "     ")), rest.splitlines(True)))
+    words = texts(yaml_value(part.encode())) if ENV_SET in part or ENV_COPY in part else []
+    found: list[str] = redact.without([word for word in words if word.lstrip("+~").startswith((ENV_SET, ENV_COPY))])
     return found
 
 

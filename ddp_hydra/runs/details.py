@@ -14,7 +14,7 @@ from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from ddp_hydra.config import env_values, project, redact, references
-from ddp_hydra.config.hydra_compat import parse_override, typed_sources
+from ddp_hydra.config.hydra_compat import ENV_SET, parse_override, typed_sources
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.run_dir import is_resumed
 from ddp_hydra.run_state import FailureEntry, Summary
@@ -140,7 +140,7 @@ def between(*runs: RunFiles) -> dict[str, Any]:
         "status": [row.status for row in rows],
         "code": code if len(set(code)) > 1 else None,
         "choices": differing(*groups),
-        "config": differing(*configs),
+        "config": differing(*configs) | differing(*map(_variables, runs)),
         "metrics": differing(*metrics),
         "problems": [
             f"{files.place}/{CONFIG} is missing or can't be read: the config of this run is not compared"
@@ -153,6 +153,14 @@ def between(*runs: RunFiles) -> dict[str, Any]:
 def _groups(files: RunFiles) -> dict[str, Any]:
     chosen = choices(files.read(HYDRA))
     return {key: chosen[key] or None for key in ("model", "data") if key in chosen}
+
+
+def _variables(files: RunFiles) -> dict[str, Any] | None:
+    """Return the variables of the environment that Hydra has set for a run, by their keys; None if they are unknown."""
+    found = yaml_value(files.read(HYDRA))
+    if not isinstance(found, dict):
+        return None
+    return redact.without({key: one for key, one in redact.leaves(found) if key.startswith(f"{ENV_SET}.")})
 
 
 def differing(*tables: dict[str, Any] | None) -> dict[str, list[Any]]:

@@ -42,7 +42,7 @@ from ddp_hydra.writers.run_dir import LOCK, is_held
 
 Stamp = list[int]
 Entries = dict[str, tuple[Stamp, RunRow]]
-VERSION = 1
+VERSION = 2
 _MOST_BYTES = 2**28
 
 

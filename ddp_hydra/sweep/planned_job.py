@@ -11,7 +11,7 @@ import importlib
 import math
 import pickle
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
@@ -27,7 +27,7 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connect import is_inline
 from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.config import project, redact, unknown_keys
-from ddp_hydra.config.hydra_compat import typed_words
+from ddp_hydra.config.hydra_compat import ENV_SET, reads_variable, typed_variables, typed_words
 from ddp_hydra.console.text import message_of, traceback_of
 from ddp_hydra.errors import ConfigError, DdpHydraError, SweepFailed
 from ddp_hydra.storage.manifest import FOLDER, NAME, has_checkpoint
@@ -178,6 +178,13 @@ def in_order(overrides: Sequence[str]) -> list[str]:
     return sorted(overrides, key=lambda word: word.partition("=")[0])
 
 
+def variables_read(hydra_cfg: Mapping[Any, Any], config: DictConfig) -> list[str]:
+    """Return the variables that were typed for a job and that its config reads, as words, but no secrets."""
+    variables = typed_variables(hydra_cfg).items()
+    words = [f"{ENV_SET}.{name}={value}" for name, value in variables if reads_variable(config, name)]
+    return [word for word in words if redact.HIDDEN not in redact.without([word])[0]]
+
+
 def is_paused(row: JobRow) -> bool:
     """Return whether a job has paused where its own overrides ask for it, so that it has nothing more to do."""
     return row.state == JobState.paused and "trainer.pause_after_validations" in typed(row)
@@ -189,6 +196,9 @@ def take_over_folder(planned: PlannedJob) -> None:
     if not saved.is_file():
         return
     overrides = redact.without(OmegaConf.to_container(OmegaConf.load(saved)))  # other apps save theirs as typed
+    with contextlib.suppress(OSError):  # without it, only the overrides tell
+        hydra_cfg: Any = OmegaConf.to_container(OmegaConf.load(saved.with_name("hydra.yaml")))
+        overrides += variables_read(hydra_cfg["hydra"], planned.config)
     if in_order(overrides) != in_order(planned.row.overrides):
         raise ConfigError(
             f"{planned.folder} has results of another job ({' '.join(overrides)}): give another hydra.sweep.dir"

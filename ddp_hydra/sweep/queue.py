@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.config import hydra_compat, redact, references, unknown_keys, validate
-from ddp_hydra.config.hydra_compat import parse_override, typed_words
+from ddp_hydra.config.hydra_compat import parse_override, typed_variables, typed_words
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
@@ -178,7 +178,7 @@ class JobQueue:
     def add(self, overrides: Sequence[str], wanted: int) -> PlannedJob:
         """Return a job; add it to the queue, unless it ended in an earlier run of this sweep."""
         of_task = [word for word in overrides if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
-        task_overrides = redact.without(of_task)  # rows are written to files
+        task_overrides = redact.without(of_task) + self.variables_of(overrides)  # rows are written to files
         order = planned_job.in_order(task_overrides)
         earlier = next((row for row in self.earlier if planned_job.in_order(row.overrides) == order), None)
         if earlier is not None:  # it keeps its number
@@ -195,6 +195,14 @@ class JobQueue:
             self.jobs.append(job)
         job.row.shared = shared
         return job
+
+    def variables_of(self, overrides: Sequence[str]) -> list[str]:
+        """Return, as words, the variables that the sweep was given and that the config of a job reads."""
+        hydra_cfg: Any = OmegaConf.to_container(self.config.get("hydra") or OmegaConf.create({}))
+        with suppress(DdpHydraError, HydraException, OmegaConfBaseException):  # said where it is composed
+            if typed_variables(hydra_cfg):
+                return planned_job.variables_read(hydra_cfg, self.loader.compose(self.config, overrides))
+        return []
 
     def shared_keys(self, job: PlannedJob) -> list[str]:
         """Return the keys of `data.train` that a job gives, and that change its other data, which refer to them."""

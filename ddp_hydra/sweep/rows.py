@@ -50,7 +50,8 @@ class JobRow:
 
     Args:
         number: Hydra's `hydra.job.num`.
-        overrides: the job's own, as typed, without secrets.
+        overrides: the job's own, as typed, without secrets, and the variables that were typed and that its config
+            reads.
         folder: its run directory, in the sweep's folder.
         objective: the last value of the metric that jobs are compared by.
         best: its value for `best.pt`.
@@ -154,6 +155,8 @@ def data_of(rows: Sequence[JobRow], objective: SweepObjective) -> dict[int, Chos
 def chooses_data(key: str, metric: str) -> bool:
     """Return whether values of a metric can't be compared if a key of the config has other values."""
     top, _, rest = key.partition("@")[0].partition(".")
+    if top == "hydra":  # a variable of the environment, which the config reads
+        return True
     first, _, deeper = rest.partition(".")
     if top == "data":
         of_training = first == "train" and deeper and not metric.startswith("train")

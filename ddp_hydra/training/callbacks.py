@@ -13,7 +13,7 @@ from torch import nn
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.console.text import is_chosen
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training.cadence import is_due
 from ddp_hydra.training.parallel import parameter_groups
@@ -149,8 +149,12 @@ class RunView:
         if self.rank == 0:
             from PIL import Image
 
-            content = io.BytesIO()
-            Image.fromarray(np.asarray(torch.as_tensor(pixels).cpu(), dtype=np.uint8)).save(content, "PNG")
+            content, found = io.BytesIO(), np.asarray(torch.as_tensor(pixels).cpu(), dtype=np.uint8)
+            try:
+                Image.fromarray(found).save(content, "PNG")
+            except (TypeError, ValueError):
+                wanted = "pixels of shape (height, width) or (height, width, 3)"
+                raise RecordError(f"run.image({name!r:.80}, …) takes {wanted}, got {found.shape}") from None
             results.image(name, content.getvalue(), self.step)
 
     def histogram(self, name: str, values: torch.Tensor) -> None:

@@ -183,12 +183,12 @@ class Monitor:
 
     def totals(self, samples: int) -> dict[str, Any]:
         found = self.throughput.totals(samples)
-        logged = max(1, samples - self.throughput.samples_at_start)
+        logged, speed = max(1, samples - self.throughput.samples_at_start), found["samples_per_s"] or 0.0
         return {
             "tokens_per_s": None,
             "mfu": None,
             **found,
-            **self._speed(found["samples_per_s"], found["samples_per_s"] * self.total_tokens / logged),
+            **self._speed(speed, speed * self.total_tokens / logged),
             "data": self.data_stats.totals(),
             "exchange_s": self.exchange.total_s,
             "slowest": self.stragglers.totals(),
@@ -217,9 +217,9 @@ class Throughput:
         self.run_began += seconds
         self.interval_began += seconds
 
-    def totals(self, samples: int) -> dict[str, float]:
+    def totals(self, samples: int) -> dict[str, float | None]:
         seconds = max(time.perf_counter() - self.run_began, 1e-9)
-        return {"train_s": seconds, "samples_per_s": (samples - self.samples_at_start) / seconds}
+        return {"train_s": seconds, "samples_per_s": (samples - self.samples_at_start) / seconds or None}
 
 
 class DataStats:

@@ -106,7 +106,6 @@ def test_names_and_texts_that_are_none_are_refused_where_they_are_given(sent):
     for send in (
         lambda: results.log({"": 1.0}, step=1),
         lambda: results.log({3: 1.0}, step=1),
-        lambda: results.text("a", 3),
         lambda: results.image("", b"png"),
     ):
         with pytest.raises(RecordError, match=r"^results\.(metrics|text|image): .*give names and texts that are str"):
@@ -194,6 +193,43 @@ def test_a_full_disk_is_waited_for_with_a_checkpoint_too(sent, tmp_path, monkeyp
 def test_content_that_is_neither_bytes_nor_text_is_refused(data, sent):
     with pytest.raises(RecordError, match=r"submit\('a', …\) takes bytes or str, got"):
         results.submit("a", data)
+    assert sent == []
+
+
+@pytest.mark.parametrize(
+    ("send", "said"),
+    [
+        (
+            lambda: results.image("a", torch.zeros(3, 2, 2)),
+            r"^image\('a', …\) takes the bytes of a PNG, .* got Tensor$",
+        ),
+        (lambda: results.image("a", "a.png"), r"^image\('a', …\) takes .* into io\.BytesIO\(\), got str$"),
+        (lambda: results.text("a", 3), r"^text\('a', …\) takes a str, got int$"),
+        (lambda: results.text("a", b"x"), r"^text\('a', …\) takes a str, got bytes$"),
+        (
+            lambda: results.histogram("a", 3, [1]),
+            r"^histogram\('a', edges=…\) takes numbers in .*, got int$",
+        ),
+        (
+            lambda: results.histogram("a", [0, 1], torch.zeros(1, 2)),
+            r"^histogram\('a', counts=…\) .* got Tensor$",
+        ),
+        (
+            lambda: results.submit_file("a/b", "c"),
+            r"^submit_file\('a/b', …\) takes a function .*, got str$",
+        ),
+        (
+            lambda: results.checkpoint(torch.nn.Linear(1, 1), 1),
+            r"^checkpoint\(…, step=1\) takes a dict, .* Linear$",
+        ),
+        (lambda: results.checkpoint({}, 1, metrics=0.5), r"^checkpoint\(metrics=0\.5\) takes a dict, .*float$"),
+        (lambda: results.log(0.5, 1), r"^log\(metrics=0\.5\) takes a dict, \{'train/loss': 0\.3\}, got float$"),
+    ],
+)
+def test_values_of_another_type_are_refused_with_what_a_call_takes(send, said, sent):
+    results.reserve(lambda names: None)
+    with pytest.raises(RecordError, match=said):
+        send()
     assert sent == []
 
 

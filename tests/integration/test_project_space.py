@@ -82,7 +82,9 @@ def test_ranks_on_a_living_cluster_have_the_variables_that_hydra_sets(own_projec
     assert re.findall("I have (.*)", (run.dir / "logs" / "rank-1.log").read_text()) == ["7 None"]
     assert os.environ["MY_SCALE"] == "1"
     seed = "seed='${oc.decode:${oc.env:MY_SCALE}}'"
-    with pytest.raises(ConfigError, match=r"set os\.environ\['MY_SCALE'\] before, or leave out wait=False"):
+    with pytest.raises(
+        ConfigError, match=r"set os\.environ\['MY_SCALE'\] to its value before, or leave out wait=False"
+    ):
         ddp_hydra.run([*TINY, f"{folder}-2", "+hydra.job.env_set.MY_SCALE=7", seed], wait=False)
     with pytest.raises(ConfigError, match=r"^hydra\.job\.env_set\.A=\$\{oc\.env:NOWHERE\}: Environment variable"):
         ddp_hydra.run([*TINY, f"{folder}-2", "+hydra.job.env_set.A='${oc.env:NOWHERE}'"])

@@ -242,8 +242,10 @@ def _download(store: FencedStore, before: Status, status: DriverStatus, run_dir:
         ended = decode(content, Summary, f"{SUMMARY} in {store.url}") or Summary(status="failed")
     except FileNotFoundError:  # a run that has not ended has no summary
         attempts = failed_attempts(before)
-        fields = {name: getattr(before, name) for name in ("objective", "metrics", "tags", "started", "project")}
-        ended = Summary(status="failed", failure=attempts[-1].failure, steps=before.step, attempts=attempts, **fields)
+        names = ("objective", "metrics", "tags", "started", "project", "steps_lost")
+        fields = {name: getattr(before, name) for name in names}
+        fields |= {"attempts": attempts, "restarts": len(before.attempts), "failure": attempts[-1].failure}
+        ended = Summary(status="failed", steps=before.step, **fields)
         content = encode(ended, indent=2)
     status.now.attempts, status.now.metrics, status.now.files = ended.attempts, ended.metrics, before.files
     # The job adds its own attempts. It stays, to the byte, if the job ends before it begins to train.

@@ -169,6 +169,29 @@ def test_a_run_that_was_stopped_has_its_objective_where_its_summary_has_it(proje
     assert run.objective == 0.5
 
 
+def test_a_run_in_the_background_has_variables_of_the_config_that_are_as_they_would_be(project, monkeypatch):
+    """`os.environ` belongs to the whole program."""
+    monkeypatch.setattr("ddp_hydra.api.run_job", lambda *_, **__: None)
+    reads, sets = "tags=['${oc.env:PLACE}']", "+hydra.job.env_set.PLACE=/a"
+    monkeypatch.setenv("PLACE", "/a")
+    ddp_hydra.run(["hydra.run.dir=a", reads, sets], wait=False).wait()
+    ddp_hydra.run(["hydra.run.dir=b", reads, "hydra.job.env_copy=[PLACE]"], wait=False).wait()
+    (project / "a" / "checkpoints").mkdir()
+    (project / "a" / "checkpoints" / "manifest.json").write_text('{"format": 2, "checkpoints": {}}')
+    again = ["resume=a", "hydra.run.dir=c"]
+    ddp_hydra.run(again, wait=False).wait()
+    monkeypatch.setenv("PLACE", "/b")
+    advice = r"set os\.environ\['PLACE'\] to its value before, "
+    with pytest.raises(
+        ConfigError, match=rf"hydra\.job\.env_set\.PLACE would change .*{advice}or leave out wait=False"
+    ):
+        ddp_hydra.run(["hydra.run.dir=d", reads, sets], wait=False)
+    theirs = rf"PLACE of the resumed run would change .*{advice}give ~hydra\.job\.env_set\.PLACE, or leave out"
+    with pytest.raises(ConfigError, match=theirs):
+        ddp_hydra.run([*again[:1], "hydra.run.dir=d"], wait=False)
+    ddp_hydra.run([*again[:1], "hydra.run.dir=d", "~hydra.job.env_set.PLACE"], wait=False).wait()
+
+
 @pytest.mark.parametrize(
     "raised", [KeyboardInterrupt(), KeyboardInterrupt("step 3 is saved"), Interrupted("at step 3")]
 )

@@ -41,7 +41,7 @@ EARLIER = {"loss": 0.5, "val/loss": 0.75}
 
 def test_another_call_keeps_what_the_earlier_ones_have_left(tmp_path):
     def call(number: int, metrics: dict[str, float], error: str) -> Summary:
-        told = {"world_size": 2, "restarts": 0, "attempts": [AttemptEntry(attempt=number)]}
+        told = {"world_size": 2, "begun": 1, "attempts": [AttemptEntry(attempt=number)]}
         status = Status()
         with (
             pytest.raises(OSError, match=error) if error else contextlib.nullcontext(),
@@ -60,4 +60,4 @@ def test_another_call_keeps_what_the_earlier_ones_have_left(tmp_path):
     assert (found.status, found.steps, found.samples, found.metrics) == ("failed", 14, 112, EARLIER)
     found = call(2, {"loss": 0.25}, "")
     assert (found.status, found.metrics) == ("done", EARLIER | {"loss": 0.25})
-    assert [one.attempt for one in found.attempts] == [0, 1, 2]
+    assert ([one.attempt for one in found.attempts], found.restarts) == ([0, 1, 2], 2)

@@ -23,6 +23,7 @@ from ddp_hydra.rank import fault_injection, torchrun
 from ddp_hydra.rank.fault_injection import InterruptWriter
 from ddp_hydra.record import Metrics, Record, Start, Text
 from ddp_hydra.run_state import AttemptEntry, Summary
+from ddp_hydra.writers.run_dir import write_summary
 from tests.ddp_hydra.job.jobs import PACKED, VALUE, checkpoint, config, make, zipped
 
 
@@ -159,6 +160,33 @@ def test_steps_that_are_done_again_are_counted(record, lost, tmp_path):
     made.end_attempt(19, [AttemptEntry(steps_done=19)])
     made.write(record)
     assert made.summary.steps_lost == lost
+
+
+FAILED = {"attempts": [AttemptEntry(steps_done=6), AttemptEntry(attempt=1, steps_done=10)], "restarts": 1}
+
+
+@pytest.mark.parametrize(
+    ("before", "lost", "restarts"),
+    [
+        ({}, 0, 0),
+        ({"steps": 8}, 0, 0),
+        ({**FAILED, "steps": 9, "steps_lost": 2}, 2 + 2, 2),
+        ({**FAILED, "restarts": 2, "steps": 12, "steps_lost": 4}, 4 + 4, 2),
+    ],
+    ids=["killed", "interrupted", "failed", "failed, resumed, interrupted"],
+)
+def test_a_resume_counts_on_from_what_the_process_before_has_done(before, lost, restarts, tmp_path, monkeypatch):
+    """Each process goes on at step 8. One that was killed has written no summary."""
+    if before:
+        write_summary(tmp_path, Summary(status="failed", **before))
+    summary = Summary(status="failed", steps_lost=before.get("steps_lost", 0))
+    cfg = config()
+    job = Job(tmp_path, cfg, resolved(cfg), {}, summary)
+    monkeypatch.setattr(
+        "ddp_hydra.job.run.inline.run", lambda *_, on_record, **__: [on_record(Record(Start(), step=8))]
+    )
+    job.run_here()
+    assert (summary.steps_lost, summary.restarts, summary.attempts) == (lost, restarts, before.get("attempts", []))
 
 
 def test_what_a_training_returns_is_taken_as_it_is():

@@ -361,6 +361,11 @@ def test_the_last_lines_say_where_a_profile_is_and_conclude_nothing_from_few_ste
     assert resumed.startswith("done: 20 steps, the last 15 in 1.5 s, 107 samples/s, ")
     nothing_left = summary.closing_lines(msgspec.structs.replace(value, from_step=20), "outputs/a").splitlines()
     assert nothing_left[1] == "nothing was left to train: resume= with more, as trainer.epochs=<n>, goes on"
+    value.started, value.from_step, value.attempts = 100.0, 20, [AttemptEntry(started=101.0)]
+    assert summary.closing_lines(value, "outputs/a").count("\n") == 0, "its own attempt failed after the last step"
+    value.attempts[0].started = 50.0
+    assert summary.closing_lines(value, "outputs/a").splitlines() == nothing_left
+    value.from_step = None
     told = "profile: outputs/a/profile/table.md, and a trace of each rank in the same folder (ui.perfetto.dev)"
     assert lines[1:] == [told]
     assert "bound by" not in summary.closing_lines(value, "outputs/a")
@@ -518,6 +523,8 @@ BEFORE = {
     "metrics": {"val/accuracy": 0.5, "val/f1": 0.25},
     "matrices": {"val/confusion": [[1, 0], [0, 1]]},
     "attempts": [{"attempt": 0, "world_size": 2}],
+    "restarts": 1,
+    "steps_lost": 5,
 }
 
 
@@ -546,6 +553,7 @@ def test_a_resume_begins_with_what_the_run_has_measured(ends, returned, monkeypa
         assert (found["steps"], found["samples"]) == (20, 160)
         assert found["metrics"] == BEFORE["metrics"] | ({} if ends == "fails before it trains" else {"train/loss": 1.0})
         assert [one["attempt"] for one in found["attempts"]] == [0]
+        assert (found["restarts"], found["steps_lost"]) == (1, 5)
         assert found["matrices"] == (BEFORE["matrices"] if ends == "is interrupted" else None)
         assert Run(tmp_path).objective == 0.5
 

@@ -216,6 +216,24 @@ def test_a_rank_has_its_share_of_the_cores_of_a_host_on_which_other_gangs_run(wo
     assert threads == [6, 2]
 
 
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [
+        ({"OMP_NUM_THREADS": "1"}, 1),
+        ({"OMP_NUM_THREADS": " 4,2"}, 4),
+        ({"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "2"}, 2),
+        *(({"OMP_NUM_THREADS": odd}, 6) for odd in ("", "0", "-1", "many", "9" * 40)),
+    ],
+)
+def test_a_rank_has_the_threads_that_its_jobs_variables_give(variables, threads, worker, monkeypatch):
+    monkeypatch.setattr(environment, "cores", lambda: list(range(12)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")  # the worker's
+    for settings, wanted in (({}, threads), ({"threads": 3}, 3)):
+        with rank_of(worker, variables=variables, **settings) as one:
+            one.device = device_leases.Share(None, 0, 0)
+            assert one.launch().job.settings.threads == wanted
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="gives folders away, which only root can")
 def test_a_folder_that_others_can_swap_is_a_mistake_and_not_tried_again(worker, tmp_path):
     os.chown(tmp_path, 65534, 65534)

@@ -94,7 +94,7 @@ def test_a_damaged_index_is_as_good_as_none(make_run, tmp_path, damage, monkeypa
     (index,) = (user_cache() / "runs").iterdir()
     index.write_bytes(damage)
     assert find.rows([str(tmp_path)]) == first
-    assert json.loads(index.read_bytes())["version"] == 1
+    assert json.loads(index.read_bytes())["version"] == find.VERSION
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert find.rows([str(tmp_path)]) == first, "nor can one be written"

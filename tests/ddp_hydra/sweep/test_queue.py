@@ -49,6 +49,29 @@ def test_a_secret_is_in_no_row_and_its_job_is_known_again():
     assert queue([job.row]).add(typed, 0).earlier is job.row
 
 
+def test_a_job_whose_config_reads_another_value_of_a_variable_is_another_one():
+    """Their values are not compared: the variable may choose the data."""
+
+    def jobs_of(place: str, earlier: list[JobRow], words: tuple[str, ...] = ()) -> JobQueue:
+        variables = {"PLACE": place, "OTHER": place, "TOKEN": place, "FILE": place}  # that of a file was not typed
+        typed = [f"+hydra.job.env_set.{name}={place}" for name in ("PLACE", "OTHER", "TOKEN")]
+        job = {"env_set": variables, "env_copy": ["PLACE"] if words else []}
+        hydra = {"job": job, "overrides": {"hydra": list(words or typed)}}
+        reads = [f"${{oc.env:{name}}}" for name in ("PLACE", "TOKEN", "FILE")]
+        config = OmegaConf.create({"hydra": hydra, "reads": reads})
+        return JobQueue(Path(), SimpleNamespace(compose=lambda *_: config), config, Need(), earlier, False)
+
+    first = jobs_of("/s1", []).add(["a=1"], 0).row
+    assert first.overrides == ["a=1", "hydra.job.env_set.PLACE=/s1"]
+    first.state = JobState.done
+    assert jobs_of("/s1", [first]).add(["a=1"], 0).earlier is first
+    copied = ("hydra.job.env_copy=[PLACE]",)
+    assert jobs_of("/s1", [first], copied).add(["a=1"], 0).earlier is first
+    second = jobs_of("/s2", [first]).add(["a=1"], 0)
+    assert (second.row.number, second.earlier, second.overrides) == (1, None, ["a=1"])
+    assert not SweepObjective("val/loss", maximize=False).ranks([first, second.row])
+
+
 def test_jobs_whose_validation_is_made_from_a_swept_key_of_training_are_not_compared():
     val = {"noise": "${data.train.noise}", "root": "${..train.source.root}", "cache_dir": "${..train.cache_dir}"}
     train = {"noise": 0.1, "source": {"root": "a", "kind": 1}, "n": 4, "note": "${data.train.n}", "cache_dir": "a"}

@@ -486,3 +486,9 @@ def test_a_callback_that_fails_at_the_end_loses_nothing(train):
     with pytest.raises(RecordError, match=r"rank 0 submitted 'swa\.pt': give a folder of its own"):
         train(epochs=1, parts=parts, into=runs)
     assert runs[0].steps_saved == [STEPS]
+
+
+def test_an_image_of_another_shape_is_refused_with_its_shape():
+    view = callbacks.RunView(SimpleNamespace(rank=0))
+    with pytest.raises(RecordError, match=r"^run\.image\('grid', …\) takes pixels of shape .* got \(3, 8, 9\)$"):
+        view.image("grid", torch.zeros(3, 8, 9, dtype=torch.uint8))

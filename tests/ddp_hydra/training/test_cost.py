@@ -15,6 +15,7 @@ from ddp_hydra.data.batch import n_tokens
 from ddp_hydra.tasks import Classification
 from ddp_hydra.training import cost
 from ddp_hydra.training.loop import first_step
+from ddp_hydra.training.monitor import Throughput
 from ddp_hydra.training.parallel import parameter_groups, weights
 from tests.ddp_hydra.training.loop_runs import Numbers, config
 
@@ -156,3 +157,5 @@ def test_a_run_tells_tokens_and_utilisation(train, monkeypatch):
         assert dict(run.metrics("mfu"))[step] == pytest.approx(3 * 2 * 12 * speed / 1e12)
     assert run.value["tokens_per_s"] == pytest.approx(10 * run.value["samples_per_s"], rel=0.2)
     assert run.value["mfu"] > 0
+    speed = Throughput(8).totals(8)
+    assert speed == {"train_s": speed["train_s"], "samples_per_s": None}, "nothing was left to train"

@@ -33,7 +33,7 @@ from ddp_hydra.run_state import AttemptEntry, Best, FailureEntry, Objective, Sum
 from ddp_hydra.storage import LocalFolder, urls
 from ddp_hydra.storage.files import scratch_folder
 from ddp_hydra.storage.manifest import CheckpointEntry, CheckpointPart, encode_manifest, name_in_store, read_manifest
-from ddp_hydra.writers.run_dir import encode_status
+from ddp_hydra.writers.run_dir import encode_status, read_summary
 
 PLAIN = {"results": {"handler": "cluster", "root": "s3://bucket/runs", "mirror": None, "retry_s": 1.0}, "detach": True}
 
@@ -205,6 +205,7 @@ def test_the_attempts_of_a_lost_driver_are_not_forgotten(runner, spec):
     store = urls.open_folder(spec.url)
     before = DriverStatus("tcp://scheduler:8786", "abc")
     before.now.attempts = [AttemptEntry(attempt=0, failure=FailureEntry(message="a rank was killed"))]
+    before.now.steps_lost = 3
     before.write(Record(Start(world_size=2, total_steps=20), step=4, attempt=1))
     before.write(Record(Metrics({"train/loss": 1.0}), step=9, attempt=1))
     store.put("status.json", encode_status(before.content()))
@@ -212,6 +213,8 @@ def test_the_attempts_of_a_lost_driver_are_not_forgotten(runner, spec):
     job = Job(runner.run_dir, OmegaConf.structured(Config), {}, {}, Summary(status="failed"), None, {})
     assert job.first_attempt == 2
     first, lost = job.earlier_attempts
+    found = read_summary(runner.run_dir)
+    assert (found.restarts, found.steps_lost, job.steps_before) == (1, 3, 9)
     assert first.failure.message == "a rank was killed"
     assert (lost.attempt, lost.world_size, lost.steps_done, lost.failure.kind) == (1, 2, 9, "lost")
     assert f"its driver, process {os.getpid()} on " in lost.failure.message
