@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -211,7 +210,7 @@ def takes_class_numbers(criterion: Any) -> bool:
 
 def _kind(criterion: Any, options: dict[str, Any]) -> str:
     """Return what a criterion is a mean over: "own", "classes", "elements", "rows"; "" if that is unknown."""
-    if inspect.isroutine(getattr(criterion, "n", None)):  # a layer may have this name
+    if callable(n := getattr(criterion, "n", None)) and not isinstance(n, nn.Module):  # a layer may have this name
         return "own"
     for base in type(criterion).__mro__:
         if vars(base).get("counts_classes"):

@@ -149,12 +149,14 @@ class RunView:
         if self.rank == 0:
             from PIL import Image
 
-            content, found = io.BytesIO(), np.asarray(torch.as_tensor(pixels).cpu(), dtype=np.uint8)
+            content = io.BytesIO()
             try:
+                found = np.asarray(pixels.detach().cpu() if torch.is_tensor(pixels) else pixels, dtype=np.uint8)
                 Image.fromarray(found).save(content, "PNG")
             except (TypeError, ValueError):
                 wanted = "pixels of shape (height, width) or (height, width, 3)"
-                raise RecordError(f"run.image({name!r:.80}, …) takes {wanted}, got {found.shape}") from None
+                given = tuple(pixels.shape) if hasattr(pixels, "shape") else type(pixels).__name__
+                raise RecordError(f"run.image({name!r:.80}, …) takes {wanted}, got {given}") from None
             results.image(name, content.getvalue(), self.step)
 
     def histogram(self, name: str, values: torch.Tensor) -> None:
@@ -168,7 +170,7 @@ class RunView:
         if hasattr(values, "full_tensor"):
             values = values.full_tensor()
         if self.rank == 0:
-            flat = values.detach().float().flatten()
+            flat = torch.as_tensor(values).detach().float().flatten()
             counts, edges = np.histogram(flat[flat.isfinite()].cpu().numpy(), BINS)
             results.histogram(name, edges.tolist(), counts.tolist(), self.step)
 

@@ -6,7 +6,7 @@ import shutil
 import socket
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -29,9 +29,11 @@ from ddp_hydra.storage.manifest import FOLDER, STATE, state_file, step_name
 from ddp_hydra.training import plain_state, sharded_checkpoint
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import not_finite
-from ddp_hydra.training.parallel.weights import keep_loaded, unsaved
+from ddp_hydra.training.parallel.weights import keep_loaded, load_part, unsaved
 from ddp_hydra.training.sharded_checkpoint import PARTS_IN, ReportingFile
 from ddp_hydra.training.state import FORMAT, TrainingState
+
+_OF_COMPILE, _OF_DDP = "_orig_mod.", "module."
 
 
 def refuse_nonfinite(content: dict[str, Any], state: TrainingState) -> None:
@@ -76,8 +78,8 @@ def load_fitting(path: Path, model: nn.Module, world: World) -> list[str]:
     own = dict(plain_state.tensors(model.state_dict()))
     known = own.keys() | {IN_ADAPTED.sub(".", name) for name in own}
     found: dict[str, torch.Tensor] = world.send(lambda: weights_in(path))
-    given = {unwrapped(name, known): value for name, value in found.items()}
-    given |= {name: value for name, value in found.items() if name in known}
+    names = own_names(found.keys(), known)
+    given = {names[name]: value for name, value in found.items()}
     changed: frozenset[str] = getattr(model, "changed_names", frozenset()) - given.keys()
     if begun := sorted(name for name in changed if IN_ADAPTED.sub(".", name) in given):
         raise ConfigError(
@@ -92,7 +94,7 @@ def load_fitting(path: Path, model: nn.Module, world: World) -> list[str]:
             f"{path} has weights for {len(fitting)} of the {len(own)} tensors of this model, so it is of another one. "
             f"Its names begin with {', '.join(list(given)[:3])}, the model's with {', '.join(list(own)[:3])}"
         )
-    model.load_state_dict(fitting, strict=False)
+    load_part(model, fitting)
     keep_loaded(model, fitting)
     return [name for name in own if name not in fitting]
 
@@ -111,18 +113,15 @@ def weights_in(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-_OF_WRAPPERS = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before the names of a model's weights."""
-
-
-def unwrapped(name: str, known: Container[str]) -> str:
-    # A model's own names may begin so, too.
-    found = name
-    while found not in known:
-        if (prefix := next(filter(found.startswith, _OF_WRAPPERS), None)) is None:
-            return name
-        found = found.removeprefix(prefix)
-    return found
+def own_names(names: Collection[str], known: Collection[str]) -> dict[str, str]:
+    # For each name in a file, the model's. torch.compile and DistributedDataParallel put something in front of both; a
+    # model's own names may begin so, too.
+    own = {name.replace(_OF_COMPILE, ""): name for name in known}
+    tries = [{name: name.replace(_OF_COMPILE, "") for name in names}]
+    while all(one.startswith(_OF_DDP) for one in tries[-1].values()):
+        tries.append({name: one.removeprefix(_OF_DDP) for name, one in tries[-1].items()})
+    best = max(tries, key=lambda found: sum(one in own for one in found.values()))
+    return {name: own.get(one, one) for name, one in best.items()}
 
 
 def write(content: dict[str, Any], path: Path, step: int) -> ReportingFile:

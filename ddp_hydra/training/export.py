@@ -169,7 +169,7 @@ def compared(model: nn.Module, again: Callable[..., Any], example: Example, tole
 
 def safetensors(trained: TrainedModel, model: nn.Module, example: Example, path: Path) -> Written:
     try:
-        from safetensors.torch import load_model, save_model
+        from safetensors.torch import load_file, save_model
     except ModuleNotFoundError:
         raise missing("safetensors", "safetensors") from None
     if others := {key: type(value) for key, value in model.state_dict().items() if not torch.is_tensor(value)}:
@@ -182,7 +182,7 @@ def safetensors(trained: TrainedModel, model: nn.Module, example: Example, path:
     save_model(weights.made_contiguous(model), str(path), {**meta, "step": str(trained.step)})
     path.chmod(mode)
     again = builders.model(trained.cfg, trained.data).eval()
-    load_model(weights.made_contiguous(again), str(path))
+    weights.load_part(weights.made_contiguous(again), load_file(str(path)))
     return again, FREE[:1]
 
 

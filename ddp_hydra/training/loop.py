@@ -117,7 +117,6 @@ def fit(run: TrainingRun, first_save: Mapping[int, Mapping[str, float]] | None =
     run.state.check()  # not before: callbacks may make in on_start what they have a state of
     run.nonfinite.remember()
     run.pause_if_due()
-    is_checked = False
     while not run.is_over:
         run.remember_unfrozen()
         run.begin_epoch()
@@ -148,9 +147,8 @@ def fit(run: TrainingRun, first_save: Mapping[int, Mapping[str, float]] | None =
             run.advance(updated=nonfinite is None)
             run.call("step")
             run.remember_unfrozen()
-            if not is_checked and nonfinite is None:
-                run.state.check()  # again: the optimizer has made its state
-                is_checked = True
+            if nonfinite is None:
+                run.state.check_new()
 
             if due.log:
                 run.log_interval(hold=not run.stop and (due.validate or due.leave or ends_epoch))

@@ -91,11 +91,16 @@ class FactorLR:
         return [None if base is None else base * self.factor(self.last_epoch) for base in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"base_lrs": list(self.base_lrs), "last_epoch": self.last_epoch, "written": self.written}
+        rates = [own_rate(group.get("lr")) for group in self.optimizer.param_groups]
+        own = {"base_lrs": list(self.base_lrs), "last_epoch": self.last_epoch}
+        return {**own, "written": self.written, "rates": rates}  # an optimizer may not save its rates
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.base_lrs, self.last_epoch = list(state["base_lrs"]), state["last_epoch"]
         self.written = state["written"]
+        for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=False):
+            if rate is not None:
+                set_rate(group, rate)
 
 
 def constant(optimizer: Optimizer, total_steps: int, epoch_steps: int = 1, **options: Any) -> FactorLR:

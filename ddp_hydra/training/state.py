@@ -86,6 +86,7 @@ class TrainingState:
     nonfinite: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.checked = -1
         self.infinite = self.parallel.nonfinite_names()
 
     @property
@@ -139,6 +140,13 @@ class TrainingState:
         plain_state.encode(
             self._content(), copy=lambda tensor, name: plain_state.plain_tensor(plain_state.local(tensor), name)
         )
+
+    def check_new(self) -> None:
+        # Optimizers make their states in their first steps.
+        made = sum(len(optimizer.state) for _, optimizer in each(self.optimizer))
+        if made != self.checked:
+            self.checked = made
+            self.check()
 
     def _content(self) -> dict[str, Any]:
         parts = {name: part.state_dict() for name, part in self.extras.items() if part is not None}

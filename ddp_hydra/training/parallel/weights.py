@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -365,14 +366,28 @@ def load_copied(model: nn.Module, state: Mapping[str, Any]) -> None:
     for name, value in state.items():
         if name not in copied:
             decoded[name] = plain_state.decode(plain_state.encode(value, copy=clone))
-    is_strict, own = not unsaved(model), state_of(model)
+    is_strict = not unsaved(model)
     # A strict load raises where names differ. What a model's own method accepts is right, whatever that returns.
-    found = model.load_state_dict(decoded, **({} if is_strict else {"strict": False}))
+    found = model.load_state_dict(decoded, **({"strict": is_strict} if _takes_strict(model) else {}))
     keep_loaded(model, decoded)
     if not is_strict and found is not None:
-        missing, unexpected = [name for name in found.missing_keys if name in own], found.unexpected_keys
+        own, unexpected = state_of(model), found.unexpected_keys
+        missing = [name for name in found.missing_keys if name in own]
         if missing or unexpected:
             raise RuntimeError(f"it lacks {missing[:3]}, and has {unexpected[:3]}, which the model lacks")
+
+
+def load_part(model: nn.Module, state: Mapping[str, Any]) -> None:
+    # A model's own method may take a whole state only.
+    if _takes_strict(model):
+        model.load_state_dict(state, strict=False)
+    else:
+        model.load_state_dict({**model.state_dict(), **state})
+
+
+def _takes_strict(model: nn.Module) -> bool:
+    taken = inspect.signature(model.load_state_dict).parameters.values()
+    return any(one.name == "strict" or one.kind is one.VAR_KEYWORD for one in taken)
 
 
 def check_own_state(model: nn.Module) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -130,3 +132,10 @@ def test_an_error_of_a_users_loss_stays_as_it_is():
 
     with pytest.raises(ValueError, match=r"^mine$"):
         Classification(broken).step(nn.Linear(4, 3), (torch.randn(8, 4), NUMBERS))
+
+
+def test_a_count_of_ones_own_may_be_any_function():
+    loss = nn.CrossEntropyLoss()
+    loss.n = functools.partial(lambda factor, prediction, target: factor * len(target), 2)
+    assert Counting(loss).kind == "own"
+    assert Counting(loss).n(torch.randn(8, 3), NUMBERS) == 16

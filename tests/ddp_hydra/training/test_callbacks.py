@@ -492,3 +492,5 @@ def test_an_image_of_another_shape_is_refused_with_its_shape():
     view = callbacks.RunView(SimpleNamespace(rank=0))
     with pytest.raises(RecordError, match=r"^run\.image\('grid', …\) takes pixels of shape .* got \(3, 8, 9\)$"):
         view.image("grid", torch.zeros(3, 8, 9, dtype=torch.uint8))
+    with pytest.raises(RecordError, match=r"^run\.image\('grid', …\) takes pixels of shape .* got str$"):
+        view.image("grid", "a.png")

@@ -593,3 +593,36 @@ def test_weights_fit_with_the_names_that_wrappers_give_and_without(prefix, build
     torch.save({f"{prefix}{name}": value for name, value in saved.state_dict().items()}, tmp_path / "weights.pt")
     assert load_fitting(tmp_path / "weights.pt", model, ALONE) == []
     assert flat(model.state_dict()) == flat(saved.state_dict())
+
+
+class Both(nn.Module):
+    """Has a weight of its own beside a part whose name DistributedDataParallel gives, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.module = nn.Parameter(torch.randn(2, 2)), nn.Linear(2, 2)
+
+
+class Compiled(nn.Module):
+    """Compiles a part of itself."""
+
+    def __init__(self, compiled: bool = True) -> None:
+        super().__init__()
+        part = nn.Linear(2, 2)
+        self.part, self.head = torch.compile(part) if compiled else part, nn.Linear(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("saved", "prefix", "model"),
+    [
+        (Both(), "module.", Both()),
+        (Compiled(), "", Compiled(False)),
+        (Compiled(False), "", Compiled()),
+        (Compiled(), "module.", Compiled()),
+    ],
+    ids=["a part called module", "a compiled part in the file", "in the model", "in both"],
+)
+def test_weights_fit_where_parts_have_names_of_wrappers(saved, prefix, model, tmp_path):
+    torch.save({f"{prefix}{name}": value for name, value in saved.state_dict().items()}, tmp_path / "weights.pt")
+    assert load_fitting(tmp_path / "weights.pt", model, ALONE) == []
+    assert flat(list(model.state_dict().values())) == flat(list(saved.state_dict().values()))

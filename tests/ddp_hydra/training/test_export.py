@@ -240,3 +240,29 @@ def test_safetensors_takes_tied_weights_in_any_layout_and_refuses_what_is_no_ten
     with pytest.raises(ConfigError, match=r"^format=safetensors holds tensors only, and _extra_state is a dict: give"):
         export.export(trained_as(Counting(), monkeypatch), EXAMPLE, "safetensors", tmp_path / "n", 0)
     assert export.export(trained_as(Counting(), monkeypatch), EXAMPLE, "torch", tmp_path / "n", 1e9)["difference"] >= 0
+
+
+class Leaves(nn.Module):
+    """Leaves a frozen part out of its state, and takes a whole state only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        nn.init.eye_(self.back.weight)
+        nn.init.zeros_(self.back.bias)
+
+    def forward(self, x):
+        return self.head(self.back(x))
+
+    def state_dict(self, *args, **kwargs):
+        return {name: one for name, one in super().state_dict(*args, **kwargs).items() if "back" not in name}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state, strict=False)
+
+
+def test_safetensors_of_a_model_that_loads_itself(tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    assert (
+        export.export(trained_as(Leaves(), monkeypatch), EXAMPLE, "safetensors", tmp_path / "m", 0)["difference"] == 0
+    )

@@ -23,6 +23,8 @@ from ddp_hydra.training.run import TrainingRun, seeded
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, Run, check_resume, config
 from tests.ddp_hydra.training.plain_torch import CONSTANT, Net, rates
 
+STEP = "ddp_hydra.training.lr_schedules.step"
+
 
 def own(name: str, **options: Any) -> dict[str, Any]:
     model = {"_target_": f"{__name__}.{Dropping.__name__}"}
@@ -156,6 +158,25 @@ class Counting(Saving):
 @pytest.mark.parametrize("name", ["Saving", "Counting"])
 def test_an_optimizer_may_save_a_part_of_its_settings(name, train):
     check_resume(train, ("forward", 5), whole=own(name, lr=0.1, scale=0.5))
+
+
+class Bare(torch.optim.SGD):
+    """Saves its momenta only, in a layout of its own."""
+
+    def _momenta(self) -> list[Any]:
+        return [self.state[one] for group in self.param_groups for one in group["params"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"momenta": [dict(one) for one in self._momenta()]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for own, saved in zip(self._momenta(), state_dict["momenta"], strict=True):
+            own.update(saved)
+
+
+@pytest.mark.parametrize("scheduler", [{"warmup_steps": 3}, {"_target_": STEP, "milestones": [0.25, 0.5]}], ids=str)
+def test_an_optimizer_may_not_save_its_rate(scheduler, train):
+    check_resume(train, ("forward", 6), whole=own("Bare", lr=0.1) | {"scheduler": {**CONSTANT, **scheduler}})
 
 
 class Averaging(torch.optim.Optimizer):
@@ -351,11 +372,16 @@ def test_a_schedule_sets_the_rate_of_an_optimizer_that_adapts_it(train):
 
 
 class Remembers(torch.optim.SGD):
-    """Keeps an object for each parameter, once it has made a step."""
+    """Keeps an object for each parameter, once it has made some steps."""
+
+    def __init__(self, params: Any, lr: float, after: int = 1) -> None:
+        super().__init__(params, lr)
+        self.left = after
 
     def step(self, closure: Any = None) -> None:
         super().step()
-        for parameter in self.param_groups[0]["params"]:
+        self.left -= 1
+        for parameter in self.param_groups[0]["params"] if not self.left else ():
             self.state[parameter]["memory"] = object()
 
 
@@ -364,6 +390,13 @@ def test_a_state_that_can_not_be_saved_is_refused_after_the_first_step(train):
     with pytest.raises(CheckpointError, match=r"^optimizer: .*memory is a builtins\.object, which a checkpoint can't"):
         train(whole=own("Remembers", lr=0.1), into=runs, log_every_steps=1)
     assert runs[0].metrics("train/loss") == []
+
+
+def test_a_state_that_an_optimizer_makes_later_is_checked_then(train):
+    runs: list[Run] = []
+    with pytest.raises(CheckpointError, match=r"^optimizer: .*memory is a builtins\.object, which a checkpoint can't"):
+        train(whole=own("Remembers", lr=0.1, after=3), into=runs, log_every_steps=1)
+    assert [step for step, _ in runs[0].metrics("train/loss")] == [1, 2]
 
 
 def test_an_optimizer_may_wrap_another_one(train):

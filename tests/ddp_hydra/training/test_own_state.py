@@ -101,7 +101,7 @@ def test_a_checkpoint_without_an_average_begins_one(train, kind):
     assert read(resumed.last)["ema"]["model"].keys() == read(stopped.last)["model"].keys()
 
 
-@pytest.mark.parametrize("kind", [Drops, Hooked, Renamed])
+@pytest.mark.parametrize("kind", KINDS)
 def test_they_begin_with_the_weights_of_another_run(train, kind):
     parts = {"model": {"_target_": f"{__name__}.{kind.__name__}"}}
     first = train(whole=parts)
