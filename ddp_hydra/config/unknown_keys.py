@@ -203,6 +203,9 @@ def explain(error: BaseException) -> str | None:
     if missing := re.match(r"Could not delete from config\. '(.*)' does not exist", typed):
         advice = "leave it out, or type ddp-hydra --cfg job, which shows the keys"
         return f"~{missing[1]}: there is no such key, or it is null; {advice}"
+    if unchosen := re.match(r"Could not delete '(.*)'\. No match in the defaults list", typed):
+        advice = f"leave it out, or remove its keys, '~{unchosen[1].rpartition('@')[2]}.<key>'"
+        return f"~{unchosen[1]}: no option of this group is chosen; {advice}"
     if is_of_options(error):
         return typed
     if type(error) is ValueError and typed.startswith("Config group override"):
@@ -323,6 +326,6 @@ def _warn_of_unread(cfg: DictConfig, new: Iterable[str]) -> None:
         node = cfg.get(group) if name and "." not in name and group not in SCHEMAS else None
         if not isinstance(node, DictConfig) or "_target_" in node or name in OUR_DATA_KEYS or _is_read(key, raw):
             continue
-        if not isinstance(node.get(name), DictConfig):
+        if name in node and not isinstance(node.get(name), DictConfig):
             others = [str(other) for other in node if other != name]
             log.warning("%s: nothing reads it%s", key, text.meant(name, others, f"{group}."))
