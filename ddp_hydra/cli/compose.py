@@ -124,7 +124,7 @@ def compose(words: Sequence[str]) -> DictConfig:
                 cfg: DictConfig = hydra_compose(given.config_name or "config", overrides, return_hydra_config=True)
                 unknown_keys.check_typed(cfg, cfg.hydra, GlobalHydra.instance().config_loader())
             except Exception as error:
-                if isinstance(error, DdpHydraError) or (said := unknown_keys.explain(error)) is None:
+                if isinstance(error, DdpHydraError) or (said := unknown_keys.explain(error, can_sweep=False)) is None:
                     raise
                 raise ConfigError(said + typed_elsewhere(error, words)) from error
             return cfg

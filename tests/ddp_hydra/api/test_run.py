@@ -64,7 +64,8 @@ def test_hydras_files_are_written_without_secrets(project):
         ("seed=1", "must be a list of texts"),
         (
             ["optimizer.lr=0.1,0.2"],
-            r"optimizer\.lr=0\.1,0\.2: these are several values: type optimizer\.lr=\[0\.1,0\.2\]",
+            r"optimizer\.lr=0\.1,0\.2: these are several values: type optimizer\.lr=\[0\.1,0\.2\] .* for a text; "
+            r"a sweep over them is typed, as ddp-hydra -m$",
         ),
         (["-m"], "-m is an option of the command"),
         (["optimizer.learning_rate=1"], "learning_rate"),
