@@ -245,7 +245,7 @@ class Run:
 
         What is logged at one step stands in one row: `train/loss` since the row before and, where an epoch ends,
         `train_epoch/loss` over the epoch and the validation's `val/loss`. Where other ranks than 0 have logged, too,
-        each has rows of its own, by the column `rank`.
+        each has rows of its own, by the column `rank`. A value that is not finite is NaN.
 
         Raises:
             ConfigError: pandas is not installed.
@@ -262,6 +262,8 @@ class Run:
             row = rows.setdefault(key, {})
             row.update({name: value for name, value in record.items() if value is not None or name not in row})
         table = pd.DataFrame(list(rows.values()))
+        # A column that is always null has no numbers by which pandas takes it for one of numbers.
+        table = table.astype({name: float for name in table if table[name].isna().all()})
         if "rank" in table:  # lines of rank 0 lack it
             table["rank"] = table["rank"].fillna(0).astype(int)
         order = [name for name in ("step", "rank") if name in table]

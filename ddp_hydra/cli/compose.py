@@ -34,6 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from ddp_hydra.cli.words import full_key_of, is_removed, joined, key_of, value_of
 from ddp_hydra.config import env_values, experiments, project, redact, references, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import (
     CONFIG_DIR,
@@ -123,7 +124,7 @@ def compose(words: Sequence[str]) -> DictConfig:
                 cfg: DictConfig = hydra_compose(given.config_name or "config", overrides, return_hydra_config=True)
                 unknown_keys.check_typed(cfg, cfg.hydra, GlobalHydra.instance().config_loader())
             except Exception as error:
-                if isinstance(error, DdpHydraError) or (said := unknown_keys.explain(error)) is None:
+                if isinstance(error, DdpHydraError) or (said := unknown_keys.explain(error, can_sweep=False)) is None:
                     raise
                 raise ConfigError(said + typed_elsewhere(error, words)) from error
             return cfg
@@ -277,22 +278,20 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     arguments = with_sources(arguments, hydra_cfg, f"resume={resumed}: the run")
     # Faults are not injected twice, and the command waits for the run, unless the user types these again.
     once = ("resume", "dry_run", "faults", "detach", "trainer.pause_after_validations")
-    given = {*once, *map(full_key_of, arguments)}
+    given, before = set(once), list[str]()
     run_dirs = [Path(value_of(word)) for word in arguments if word.startswith("hydra.run.dir=")]
     if any(is_resumed(run_dir, resumed) for run_dir in run_dirs):
-        given.remove("resume")  # a run that it has resumed before: this one, which comes later, wins
-        saved = [
-            word for word in saved if word not in arguments and not (key_of(word) == "resume" and redact.HIDDEN in word)
-        ]
+        saved = [word for word in saved if word not in arguments]
+        # A run that it has resumed before: this one, which comes later, wins.
+        before = [word for word in saved if key_of(word) == "resume" and redact.HIDDEN not in word]
     # If a group is chosen again (cluster=inline), the old changes in it (cluster.n_workers=4) are dropped.
     given |= {"debug"} if "debug=faults" in saved else set()
     given |= {"results.root"} if "results.handler=client" in arguments else set()
-    chosen = {package_of(word) for word in arguments if "@" in word.partition("=")[0]}
-    kept = [word for word in saved if not places_of(word) & (given | chosen)]
-    _refuse_hidden(kept, f"resume={resumed}: the run")
+    kept, arguments = joined(saved, arguments, given)
+    _refuse_hidden(kept, f"resume={resumed}: the run", arguments)
     folder = _folder_of(hydra_cfg)
     kept = [_with_whole_paths(word, folder) for word in kept] if folder else kept
-    return with_options_first([*kept, *arguments])
+    return with_options_first([*kept, *before, *arguments])
 
 
 def with_one_run(arguments: list[str], typed: Sequence[str]) -> list[str]:
@@ -490,8 +489,10 @@ def _with_whole_paths(word: str, folder: str) -> str:
     return f"{word.partition('=')[0]}=" + (f"[{','.join(quoted)}]" if isinstance(given, list) else quoted[0])
 
 
-def _refuse_hidden(words: list[str], what: str, where: str = "") -> None:
-    if names := [word.partition("=")[0] for word in words if HIDDEN in word]:
+def _refuse_hidden(words: list[str], what: str, later: Sequence[str], where: str = "") -> None:
+    following = [*words, *later]
+    lost = [word for index, word in enumerate(words) if HIDDEN in word and not is_removed(word, following[index + 1 :])]
+    if names := [word.partition("=")[0] for word in lost]:
         raise ConfigError(
             f"{what} was given {', '.join(names)}, a secret, which is kept nowhere: type {names[0]}=<value>{where}"
         )
@@ -560,7 +561,8 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
     keys = ("hydra.launcher.resume", "hydra.sweep.dir")
     folders = [value_of(word) for word in arguments if key_of(word) in keys and "=" in word]
     saved = Path(folders[0]) / "multirun.yaml" if folders else None
-    typed = {key_of(word) for word in arguments if "=" in word and not key_of(word).startswith(("hydra", "-"))}
+    of_jobs = [word for word in arguments if "=" in word or word.startswith("~")]
+    typed = {key_of(word) for word in of_jobs if not key_of(word).startswith(("hydra", "-"))}
     if saved is None or not saved.is_file():
         of_sweep = ("hydra.sweeper", "hydra/sweeper", "--config-name", "-cn", "~")
         is_whole = typed or any(word.lstrip("+").startswith(of_sweep) for word in arguments)
@@ -571,16 +573,15 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
     of_hydra, of_task = (multirun["hydra"]["overrides"][part] for part in ("hydra", "task"))
     arguments = with_sources(arguments, multirun["hydra"], f"{saved.parent}: the sweep")
     given = [word for word in arguments if key_of(word) not in keys]
+    if typed and (lacking := [word for word in of_task if key_of(word) not in typed]):
+        what = f"{saved.parent}: the sweep was typed with {' '.join(lacking)}, and these jobs are not"
+        print(f"ddp_hydra: {what}: type it again if they need it", file=sys.stderr)  # noqa: T201
+    before = [word for word in (*of_hydra, *of_task) if not sets_variables(word)]
+    kept, given = joined(before, given, keys)
     if typed:
-        if lacking := [word for word in of_task if key_of(word) not in typed]:
-            what = f"{saved.parent}: the sweep was typed with {' '.join(lacking)}, and these jobs are not"
-            print(f"ddp_hydra: {what}: type it again if they need it", file=sys.stderr)  # noqa: T201
-    else:
-        known = (*keys, *map(key_of, given))
-        kept = [word for word in (*of_hydra, *of_task) if not sets_variables(word) and key_of(word) not in known]
-        _refuse_hidden(kept, f"{saved.parent}: the sweep", where=" with the other words of the sweep")
-        given += kept
-    return with_options_first([*given, f"hydra.sweep.dir={text.quoted(folders[0])}"])
+        kept = []
+    _refuse_hidden(kept, f"{saved.parent}: the sweep", given, where=" with the other words of the sweep")
+    return with_options_first([*kept, *given, f"hydra.sweep.dir={text.quoted(folders[0])}"])
 
 
 def with_run_dir_before(arguments: list[str]) -> list[str]:
@@ -620,32 +621,3 @@ def with_faults(arguments: list[str]) -> list[str]:
     texts = [re.sub("['\"]", "", word.partition("=")[2]) for word in given]
     quoted = ",".join(f"'{text}'" for text in texts)
     return [word for word in arguments if word not in given] + [f"faults=[{quoted}]"]
-
-
-def value_of(word: str) -> str:
-    value = word.partition("=")[2]
-    if value[:1] in ("'", '"'):
-        with contextlib.suppress(HydraException):  # Hydra says later what is wrong with it
-            return str(parse_override(word).value())
-    return value
-
-
-def package_of(word: str) -> str:
-    """Return the place in the config that an override is for: of a group that is chosen for a package, the package."""
-    key = full_key_of(word)
-    return key.partition("@")[2] or key
-
-
-def places_of(word: str) -> set[str]:
-    """Return what a later override would have to name so that this one no longer counts: its key, or a node above."""
-    parts = package_of(word).split(".")
-    return {full_key_of(word), *(".".join(parts[:size]) for size in range(1, len(parts) + 1))}
-
-
-def full_key_of(override: str) -> str:
-    """Return the key of an override, with the package that a group is chosen for: transform@data.val.transform."""
-    return override.partition("=")[0].lstrip("+~")
-
-
-def key_of(override: str) -> str:
-    return full_key_of(override).partition("@")[0]

@@ -21,13 +21,13 @@ from ddp_hydra.cli.compose import (
     compose,
     environment_of,
     hydra_of,
-    key_of,
     saved_config,
     tell_environment,
     with_faults,
     with_sources,
     without_variables,
 )
+from ddp_hydra.cli.words import key_of
 from ddp_hydra.config import checkpoint_config, redact
 from ddp_hydra.config.schema import SCHEMAS
 from ddp_hydra.console.text import expanded

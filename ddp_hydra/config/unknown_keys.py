@@ -164,8 +164,13 @@ def _is_read(key: str, raw: Any) -> bool:
     return any(meet(key, word.rstrip(".")) for word in interpolated(raw))
 
 
-def explain(error: BaseException) -> str | None:
-    """Return a sentence for an error of Hydra, OmegaConf or YAML about a config; None for another error."""
+def explain(error: BaseException, can_sweep: bool = True) -> str | None:
+    """Return a sentence for an error of Hydra, OmegaConf or YAML about a config; None for another error.
+
+    Args:
+        error: was raised.
+        can_sweep: whether `-m` may be typed, as for a training at the terminal.
+    """
     typed, cause = str(error), error.__cause__
     if isinstance(error, ConfigCompositionException) and (in_file := _MERGING_FILE.match(typed)):
         cause = cause or error.__context__  # Hydra gives a file's error no cause
@@ -192,8 +197,9 @@ def explain(error: BaseException) -> str | None:
         return f"{word}: this is no override ({reason}): {advice}"
     if several := re.match(r"Ambiguous value for argument '(.*?)=(.*)'\n", typed):
         key, value = several.groups()
-        meanings = f"{key}=[{value}] for a list, \"{key}='{value}'\" for a text, or -m for a sweep over them"
-        return f"{key}={value}: these are several values: type {meanings}"
+        meanings = f"{key}=[{value}] for a list, \"{key}='{value}'\" for a text"
+        sweep = ", or -m for a sweep over them" if can_sweep else "; a sweep over them is typed, as ddp-hydra -m"
+        return f"{key}={value}: these are several values: type {meanings}{sweep}"
     if isinstance(error, InterpolationResolutionError) and error.full_key:
         return unresolved(error)
     if isinstance(error, YAMLError):
@@ -203,6 +209,9 @@ def explain(error: BaseException) -> str | None:
     if missing := re.match(r"Could not delete from config\. '(.*)' does not exist", typed):
         advice = "leave it out, or type ddp-hydra --cfg job, which shows the keys"
         return f"~{missing[1]}: there is no such key, or it is null; {advice}"
+    if unchosen := re.match(r"Could not delete '(.*)'\. No match in the defaults list", typed):
+        advice = f"leave it out, or remove its keys, '~{unchosen[1].rpartition('@')[2]}.<key>'"
+        return f"~{unchosen[1]}: no option of this group is chosen; {advice}"
     if is_of_options(error):
         return typed
     if type(error) is ValueError and typed.startswith("Config group override"):
@@ -323,6 +332,6 @@ def _warn_of_unread(cfg: DictConfig, new: Iterable[str]) -> None:
         node = cfg.get(group) if name and "." not in name and group not in SCHEMAS else None
         if not isinstance(node, DictConfig) or "_target_" in node or name in OUR_DATA_KEYS or _is_read(key, raw):
             continue
-        if not isinstance(node.get(name), DictConfig):
+        if name in node and not isinstance(node.get(name), DictConfig):
             others = [str(other) for other in node if other != name]
             log.warning("%s: nothing reads it%s", key, text.meant(name, others, f"{group}."))

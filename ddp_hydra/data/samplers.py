@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ddp_hydra.console.text import counted
 from ddp_hydra.data.draws import Indices
 from ddp_hydra.errors import ConfigError
 
@@ -55,11 +56,14 @@ class Sampler(ABC):
                 f"sampler: got {self.n_samples} samples and data.batch_size={self.batch_size}; both must be at least 1"
             )
         if self.drop_last and self.n_samples < self.global_batch:
+            most = self.n_samples // self.world_size
+            smaller = f"data.batch_size={most} or less (times trainer.gradient_accumulation_steps)"
+            fewer = f"dispatch.ranks={self.n_samples} or less with data.batch_size=1"
             raise ConfigError(
-                f"the data set has {self.n_samples} samples, fewer than one global batch of {self.global_batch} "
-                f"({self.batch_size} x {self.world_size} ranks), so with sampler.drop_last=true no step is left: give "
-                f"data.batch_size={max(1, self.n_samples // self.world_size)} or less (fewer with "
-                "trainer.gradient_accumulation_steps), or sampler.drop_last=false"
+                f"the data set has {counted(self.n_samples, 'sample')}, fewer than one global batch of "
+                f"{self.global_batch} ({self.batch_size} x {counted(self.world_size, 'rank')}), so with "
+                "sampler.drop_last=true no step is left: give "
+                f"{smaller if most else fewer}, or sampler.drop_last=false"
             )
 
     @abstractmethod

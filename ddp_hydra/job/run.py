@@ -208,7 +208,7 @@ def train(
                 f"{why_stopped(result.interrupted, result.steps)}: go on with {typed('resume', shown_dir)}"
             )
         summary.status = "paused" if result.interrupted else "done"
-    print(closing_lines(summary, shown_dir))  # noqa: T201
+    print(closing_lines(summary, shown_dir, None if remote else run_dir))  # noqa: T201
     metric = config["objective"]["metric"]
     return result.metrics.get(metric, summary.metrics.get(metric))
 

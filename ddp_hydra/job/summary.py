@@ -21,7 +21,7 @@ from ddp_hydra.errors import ClusterError, DdpHydraError, Failure, RankFailed, R
 from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.job.run_dir import full_disk_advice, is_held, saved_step, write_held
 from ddp_hydra.run_state import Summary
-from ddp_hydra.storage.manifest import BEST, FOLDER
+from ddp_hydra.storage.manifest import BEST, FOLDER, named_checkpoint
 from ddp_hydra.writers.run_dir import is_full, summary_written
 
 ENOUGH_STEPS, ENOUGH_S = 20, 5.0
@@ -106,7 +106,7 @@ def failed_lines(run_dir: Path, shown_dir: str, failure: Failure | None) -> str:
     return "\n".join(filter(None, lines))
 
 
-def closing_lines(summary: Summary, shown_dir: str) -> str:
+def closing_lines(summary: Summary, shown_dir: str, run_dir: Path | None = None) -> str:
     assert summary.objective is not None
     objective, steps, train_s = summary.objective.metric, summary.steps or 0, summary.train_s or 0.0
     values = {name: summary.metrics.get(name) for name in ("train/loss", "val/loss", objective)}
@@ -120,13 +120,15 @@ def closing_lines(summary: Summary, shown_dir: str) -> str:
     last = f", the last {steps - before:,}" if before else ""
     has_failed = any(one.started >= (summary.started or 0.0) for one in summary.attempts)  # not in an earlier process
     took = f"{counted(steps, 'step')}{last} in {train_s:.1f} s"
+    # In a store, the name is an entry of the manifest, which its URL leads to.
+    file = BEST if run_dir is None else named_checkpoint(run_dir / FOLDER / BEST).name
     lines = [
         f"{summary.status}: {', '.join([took, speed, *shown])}  ->  {shown_dir}",
         "nothing was left to train: resume= with more, as trainer.epochs=<n>, goes on"
         if before and before == steps and summary.status == "done" and not (summary.stopped_early or has_failed)
         else None,
         f"stopped early: {summary.stopped_early}" if summary.stopped_early else None,
-        f"best: {objective} {best.value:.4g} at step {best.step:,}: {FOLDER}/{BEST}"
+        f"best: {objective} {best.value:.4g} at step {best.step:,}: {FOLDER}/{file}"
         if best is not None and best.step != steps
         else None,
         describe_data(summary.data or {}, train_s, steps),

@@ -112,13 +112,26 @@ def state_file(path: Path) -> Path:
     return path / STATE if (path / STATE).is_file() else path
 
 
+def named_checkpoint(path: Path) -> Path:
+    """Return the folder of a checkpoint that a path means: as last.pt or best.pt, or by its part state.pt."""
+    with contextlib.suppress(CheckpointError):  # told where the manifest is read next
+        if path.name == STATE and is_checkpoint(path.parent):
+            return path.parent
+        if path.name not in ALIASES or path.exists():
+            return path
+        entries = read_manifest(path.parent)
+        steps = same_as(entries, path.name, newest_first(entries))
+        return next((step for name in steps if (step := path.parent / name).exists()), path)
+    return path
+
+
 def is_checkpoint(path: Path) -> bool:
     """Return whether a path names a checkpoint, which may be missing, and not a folder of checkpoints."""
     if path.is_file() or (path.suffix == SUFFIX and not path.is_dir()):
         return True
-    return STEP.fullmatch(path.name) is not None and (
-        (path / STATE).is_file() or path.name in read_manifest(path.parent)
-    )
+    if STEP.fullmatch(path.name) is None:  # a copy has any name
+        return all((path / part).is_file() for part in (STATE, METADATA))
+    return (path / STATE).is_file() or path.name in read_manifest(path.parent)
 
 
 def read_manifest(folder: Path) -> Entries:
@@ -308,7 +321,7 @@ def _verify(file: Path) -> None:
     reason = damage(file, wanted, sums) if wanted is not None else None
     # A name may be one move ahead of its entry; it is whole if it is any file of the manifest.
     is_other = reason and file.name in ALIASES and any(damage(file, one, sums) is None for one in entries.values())
-    if wanted is None and file.is_dir() and (file.parent / NAME).is_file():
+    if wanted is None and file.is_dir() and STEP.fullmatch(file.name) and (file.parent / NAME).is_file():
         raise CheckpointError(f"checkpoint {file} is not whole: {NAME} does not name it, so its save was cut off")
     if wanted is None or reason is None or is_other:
         return

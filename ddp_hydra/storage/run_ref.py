@@ -21,6 +21,7 @@ from ddp_hydra.storage.manifest import (
     FOLDER,
     LAST,
     NAME,
+    STATE,
     STEP,
     SUFFIX,
     CheckpointPart,
@@ -33,6 +34,7 @@ from ddp_hydra.storage.manifest import (
     find_checkpoint,
     is_checkpoint,
     name_in_store,
+    named_checkpoint,
     newest_first,
     same_as,
 )
@@ -66,7 +68,10 @@ class RunRef:
     @classmethod
     def own(cls, given: str | Path) -> RunRef:
         """Read what a user has typed, also where it is a run directory that only points to its results."""
-        return cls(plain_path(str(given)))
+        place = plain_path(str(given))
+        path = Path(place)
+        named = path if is_url(place) else named_checkpoint(path)
+        return cls(place if named == path else str(named))
 
     @property
     def is_stored(self) -> bool:
@@ -77,17 +82,33 @@ class RunRef:
     def folder(self) -> str:
         """Return path or URL of the run's own folder, whatever is named in it."""
         if self.is_stored:
-            return self.place.rstrip("/").removesuffix(f"/{FOLDER}")
+            return self._stored()[0]
         path = Path(self.place)
         if is_checkpoint(path):
-            path = path.parent
+            path = path.parent if path.name else path.absolute().parent
         is_inside = path.absolute().name == FOLDER and not (path / ".hydra").is_dir()
         return str(path.absolute().parent if is_inside else path)
 
     @property
+    def stored_checkpoint(self) -> str:
+        """Return the name of the checkpoint in a store that is named; "" where a run is."""
+        return self._stored()[1] if self.is_stored else ""
+
+    def _stored(self) -> tuple[str, str]:
+        """Return the URL of the run, and the name of the checkpoint that the URL ends with."""
+        whole = self.place.rstrip("/")
+        folder, _, name = whole.removesuffix(f"/{STATE}").rpartition("/")
+        if (name in ALIASES or STEP.fullmatch(name)) and folder.endswith(f"/{FOLDER}"):
+            return folder.removesuffix(f"/{FOLDER}"), name
+        return whole.removesuffix(f"/{FOLDER}"), ""
+
+    @property
     def is_own(self) -> bool:
-        """Return whether it is a run directory of this machine, and no lone file, nor a URL that was typed."""
-        return not self.is_stored and (Path(self.place).is_dir() or (Path(self.folder) / ".hydra").is_dir())
+        """Return whether it is a run directory of this machine, and no lone checkpoint, nor a URL that was typed."""
+        if self.is_stored:
+            return False
+        path = Path(self.place)
+        return (path.is_dir() and not is_checkpoint(path)) or (Path(self.folder) / ".hydra").is_dir()
 
     def store(self, timeout_s: float = 60.0) -> Store:
         """Return the run's own folder, to be read and written wherever it is. No request is sent yet."""
@@ -140,27 +161,27 @@ def fetch_checkpoint(url: str, folder: Path, which: str = "last", *, retry_s: fl
     Args:
         url: as `results.mirror` was given, e.g. "s3://bucket/folder".
         folder: where to put it; made if it is missing. A whole file that is there already is not downloaded again.
-        which: the last one or the best one.
+        which: the last one or the best one of a run; the URL of a checkpoint names it, and has no such fallback.
         retry_s: how long to retry while the store does not answer.
     """
     with _answering(url, retry_s) as remote:
-        return _fetch(remote, folder, which)
+        return _fetch(remote, folder, which, RunRef.own(url).stored_checkpoint)
 
 
-def _fetch(remote: Store, folder: Path, which: str) -> Path:
+def _fetch(remote: Store, folder: Path, which: str, given: str = "") -> Path:
     place = f"{remote.url}/{FOLDER}"
     manifest = _read_manifest(remote)
     entries = manifest.checkpoints
     names = newest_first(entries)
-    if which == "best":
-        names = same_as(entries, BEST, names)[:1]
+    if given or which == "best":
+        meant = given or BEST
+        names = same_as(entries, meant, [meant] if meant in names else names)[:1]
     if not entries and manifest.removed:
         raise CheckpointError(f"the checkpoints in {place} were removed: {manifest.removed}")
     if not names:
-        advice = "; for the last one type which=last" if LAST in entries else ""
-        raise CheckpointError(
-            f"{place}/{NAME} names no {which} checkpoint; it has {', '.join(entries) or 'none'}{advice}"
-        )
+        advice = "; for the last one type which=last" if LAST in entries and not given else ""
+        what = given or f"{which} checkpoint"
+        raise CheckpointError(f"{place}/{NAME} names no {what}; it has {', '.join(entries) or 'none'}{advice}")
     reasons: dict[str, str] = {}
     for name in names:
         try:
@@ -173,6 +194,7 @@ def _fetch(remote: Store, folder: Path, which: str) -> Path:
             log.warning("checkpoint %s/%s is damaged: %s; using the one before it, %s", place, bad, why, name)
         return folder / name
     left = "no whole checkpoint from before it is left" if which == "last" else "no other one is the best"
+    left = f"{NAME} names {', '.join(entries)}" if given else left
     raise CheckpointError(f"checkpoint {place}/{names[0]} is damaged: {reasons[names[0]]}; {left}")
 
 

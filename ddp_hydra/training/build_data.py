@@ -136,7 +136,8 @@ def _check_kind(data: Any, key: str) -> None:
     if not streams.is_stream(data) and n is None:
         raise ConfigError(f"{name} has no length: give it __len__, or make it an IterableDataset")
     if n == 0:
-        raise ConfigError(f"{name} ({key}) has no samples: check its arguments, or type {key}=null if none are meant")
+        or_none = "" if key == "data.train" else f", or type {key}=null if none are meant"
+        raise ConfigError(f"{name} ({key}) has no samples: check its arguments{or_none}")
 
 
 def _checked_length(data: Any, name: str) -> int | None:

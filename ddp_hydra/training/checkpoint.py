@@ -63,6 +63,10 @@ def read(path: Path, whole: bool = True) -> dict[str, Any]:
         what = what if type(number) is int else f"of ddp_hydra: it has no format={FORMAT}"
         raise CheckpointError(f"{path} is not a checkpoint {what}")
     if file == path:
+        if any(sharded_checkpoint.names_in(content.get("model"))):
+            raise CheckpointError(
+                f"{path} is a part of a checkpoint, without its tensors: copy and give the whole folder"
+            )
         return content
     return sharded_checkpoint.read(content, path) if whole else {**content, PARTS_IN: str(path)}
 

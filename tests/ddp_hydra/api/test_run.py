@@ -64,7 +64,8 @@ def test_hydras_files_are_written_without_secrets(project):
         ("seed=1", "must be a list of texts"),
         (
             ["optimizer.lr=0.1,0.2"],
-            r"optimizer\.lr=0\.1,0\.2: these are several values: type optimizer\.lr=\[0\.1,0\.2\]",
+            r"optimizer\.lr=0\.1,0\.2: these are several values: type optimizer\.lr=\[0\.1,0\.2\] .* for a text; "
+            r"a sweep over them is typed, as ddp-hydra -m$",
         ),
         (["-m"], "-m is an option of the command"),
         (["optimizer.learning_rate=1"], "learning_rate"),
@@ -297,6 +298,15 @@ def test_a_table_is_in_the_order_of_steps_and_ranks_and_no_null_hides_a_value(of
     assert table["samples"].tolist()[1:4] == [4, 8, 8]
     assert table["val/loss"].tolist()[2] == 3.0
     assert table["note"].tolist()[4] == 4.0
+
+
+def test_a_metric_that_is_never_finite_is_a_column_of_numbers(tmp_path):
+    lines = [{"step": step, "loss": None, "val/loss": [None, 2.0][step]} for step in (0, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = Run(tmp_path).metrics()
+    assert {name: str(kind) for name, kind in table.dtypes.items()} == {"loss": "float64", "val/loss": "float64"}
+    assert table["loss"].isna().all()
+    assert Run(tmp_path).plot("loss", ax=Figure().subplots()).get_lines()[0].get_xydata().tolist() == []
 
 
 def test_a_curve_is_of_rank_0_where_several_ranks_have_logged(of_two_ranks):

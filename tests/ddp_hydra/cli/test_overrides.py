@@ -43,6 +43,73 @@ def test_a_resumed_run_brings_its_overrides_and_those_given_now_win(run, given, 
     assert typed.with_resumed_overrides(arguments) == kept + arguments
 
 
+@pytest.mark.parametrize(
+    ("saved", "given", "found"),
+    [
+        (["+loss.weight=[1]"], ["~loss.weight"], ["+loss.weight=[1]", "~loss.weight"]),
+        (["+loss.weight=[1]"], ["loss.weight=[2]"], ["+loss.weight=[2]"]),
+        (["++loss.weight=[1]"], ["loss.weight=[2]"], ["++loss.weight=[2]"]),
+        (["+c.mine.a=1", "+c.mine.b=2"], ["c.mine.a=3"], ["+c.mine.b=2", "+c.mine.a=3"]),
+        (["+c.mine.a=1", "+c.mine.b=2"], ["~c.mine"], ["+c.mine.a=1", "+c.mine.b=2", "~c.mine"]),
+        (["+c.mine.a=1", "+c.mine.b=2"], ["c.mine={a:3}"], ["++c.mine={a:3}"]),
+        (["+c.mine.a=1"], ["~c.mine", "+c.mine.a=2"], ["+c.mine.a=1", "~c.mine", "+c.mine.a=2"]),
+        (["+c.mine={a:1}"], ["c.mine.a=2"], ["+c.mine={a:1}", "c.mine.a=2"]),
+        (["+c.key=***"], ["~c.key"], ["+c.key=***", "~c.key"]),
+        # Of a run that was resumed so.
+        (["+loss.weight=[1]", "~loss.weight"], ["+loss.weight=[2]"], ["+loss.weight=[2]"]),
+        (["+c.mine.a=1", "~c.mine"], ["+c.mine.a=2"], ["+c.mine.a=1", "~c.mine", "+c.mine.a=2"]),
+        (["+c.mine.a=1", "~c.mine"], ["~c.mine"], ["+c.mine.a=1", "~c.mine"]),
+        (["+c.mine.a=1", "~c.mine"], ["c=other"], ["c=other"]),
+        (["~c.a", "+c.a=1"], ["~c.a"], ["~c.a", "+c.a=1", "~c.a"]),
+        # A group that is chosen now has its own keys.
+        (["+loss.weight=[1]"], ["loss=mse", "loss.weight=2"], ["loss=mse", "loss.weight=2"]),
+        (["data.val.a=1"], ["data=x", "~data.val.a"], ["data=x", "~data.val.a"]),
+        (["~data.val.a"], ["data=x", "~data.val.a"], ["data=x", "~data.val.a"]),
+        (["+transform@c.x=a", "c.x.size=1"], ["transform@c.x=b"], ["+transform@c.x=b"]),
+        (["+transform@c.x=a", "c.x.size=1"], ["~transform@c.x"], []),
+        (["mix=a", "+mix.b=1"], ["~mix"], ["~mix"]),
+    ],
+)
+def test_what_a_run_was_begun_with_by_plus_can_be_removed_and_changed(run, saved, given, found):
+    (run / ".hydra" / "overrides.yaml").write_text(json.dumps(saved))
+    assert typed.with_resumed_overrides([*given, f"resume={run}"]) == [*found, f"resume={run}"]
+
+
+def test_a_group_without_an_option_is_told_with_how_its_keys_are_removed():
+    said = r"^~callbacks: no option of this group is chosen; leave it out, or remove its keys, '~callbacks\.<key>'$"
+    with pytest.raises(ConfigError, match=said):
+        ComposedConfig(["+callbacks.mine.at=5", "~callbacks"])
+
+
+def test_hydra_takes_the_words_of_runs_that_were_resumed_one_after_the_other(run):
+    saved = run / ".hydra" / "overrides.yaml"
+    saved.write_text(json.dumps(["+loss.weight=[1,2]", "+callbacks.mine._target_=a.B", "+callbacks.mine.at=5"]))
+    # Typed at each resume, and what is then in the config.
+    resumes = [
+        (["loss.weight=[3,4]"], [3, 4], {"mine": {"_target_": "a.B", "at": 5}}),
+        (["~loss.weight", "callbacks.mine.at=7"], None, {"mine": {"_target_": "a.B", "at": 7}}),
+        (["~callbacks.mine"], None, {}),
+        ([], None, {}),
+        (["~callbacks.mine", "+loss.weight=[5]"], [5], {}),
+        (["+callbacks.mine._target_=c.D"], [5], {"mine": {"_target_": "c.D"}}),
+    ]
+    for given, weight, callbacks in resumes:
+        job = ComposedConfig([f"resume={run}", *given])
+        assert (job.cfg.loss.get("weight"), job.cfg.callbacks) == (weight, callbacks)
+        saved.write_text(json.dumps(job.overrides))
+
+
+def test_a_key_that_is_removed_from_a_sweep_that_goes_on_is_a_word_of_its_own(sweep, capsys):
+    saved = sweep / "multirun.yaml"
+    saved.write_text(saved.read_text().replace("data=tiny", "+loss.weight=[1,2]"))
+    folder = f"hydra.sweep.dir={sweep}"
+    whole = ["optimizer.lr=0.1,0.01", "loss.weight=[3,4]"]
+    found = typed.with_resumed_sweep(["-m", *whole, folder])
+    assert found == ["-m", whole[0], "+loss.weight=[3,4]", folder], "the jobs are known by their words"
+    assert typed.with_resumed_sweep(["-m", "~loss.weight", folder]) == ["-m", "~loss.weight", folder]
+    assert "typed with optimizer.lr=0.1,0.01, and these jobs are not" in capsys.readouterr().err
+
+
 def test_a_run_that_is_resumed_in_its_own_folder_keeps_the_one_that_it_has_resumed_before(run):
     own = [f"resume={run}/checkpoints/last.pt", f"hydra.run.dir={run}"]
     found = typed.with_resumed_overrides(own)
@@ -183,7 +250,7 @@ def test_a_sweep_that_goes_on_has_its_main_config_and_its_folders_of_configs(tmp
     hydra = hydra_part(extra, "hydra.searchpath=[file://../more,pkg://app.conf]", "hydra.launcher.max_jobs=2")
     (tmp_path / "multirun.yaml").write_text(json.dumps({"hydra": hydra}))
     name, folder, search = places(extra)
-    again, words = ["-m", f"hydra.sweep.dir={tmp_path}"], [search, "hydra.launcher.max_jobs=2", "seed=1,2"]
+    again, words = ["-m", f"hydra.sweep.dir={tmp_path}"], ["hydra.launcher.max_jobs=2", "seed=1,2", search]
     assert typed.read_words(again) == [name, folder, "-m", *words, again[1]]
     assert typed.read_words([*again, "--config-name=config"]) == [
         folder,
@@ -463,7 +530,7 @@ def sweep(tmp_path):
 def test_the_folder_of_a_sweep_alone_goes_on_with_it(sweep, key):
     found = typed.with_resumed_sweep(["-m", f"{key}={sweep}", "hydra.launcher.retry_failed=true"])
     assert found == [
-        "-m", "hydra.launcher.retry_failed=true", "hydra.launcher.max_jobs=2", "data=tiny", "optimizer.lr=0.1,0.01",
+        "-m", "hydra.launcher.max_jobs=2", "data=tiny", "optimizer.lr=0.1,0.01", "hydra.launcher.retry_failed=true",
         f"hydra.sweep.dir={sweep}",
     ]  # fmt: skip
 

@@ -36,6 +36,7 @@ from ddp_hydra.job.summary import explain, summarised
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import AttemptEntry, Best
 from ddp_hydra.storage.files import cannot_write
+from ddp_hydra.storage.manifest import CheckpointEntry, CheckpointPart, encode_manifest
 from tests.ddp_hydra.job.jobs import PACKED, VALUE, checkpoint, config, ended, make, zipped
 
 KEYS = {"kind", "rank", "host", "attempt", "step", "message", "place", "traceback"}
@@ -379,6 +380,16 @@ def test_the_last_lines_name_the_objective_and_the_best_checkpoint_unless_it_is_
     assert summary.closing_lines(msgspec.structs.replace(value, best=Best(20, 0.25)), "outputs/a") == first
     lines = summary.closing_lines(msgspec.structs.replace(value, best=Best(10, 0.125)), "outputs/a").splitlines()
     assert lines == [first, "best: val/mae 0.125 at step 10: checkpoints/best.pt"]
+
+
+def test_the_last_lines_name_the_folder_of_a_best_checkpoint_in_parts(tmp_path):
+    value = msgspec.structs.replace(ended("val/mae"), metrics={"val/mae": 0.25}, best=Best(10, 0.125))
+    entry = CheckpointEntry(parts=[CheckpointPart(name="state.pt", size=1, sha256="a")])
+    (folder := tmp_path / "checkpoints" / "step-000010").mkdir(parents=True)
+    (folder.parent / "manifest.json").write_bytes(encode_manifest({folder.name: entry, "best.pt": entry}))
+    assert summary.closing_lines(value, "a", tmp_path).splitlines()[1].endswith("step 10: checkpoints/step-000010")
+    (folder.parent / "best.pt").touch()
+    assert summary.closing_lines(value, "a", tmp_path).splitlines()[1].endswith("step 10: checkpoints/best.pt")
 
 
 def test_the_summary_has_step_and_value_of_the_best_checkpoint(returned, tmp_path):

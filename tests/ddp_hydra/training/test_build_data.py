@@ -239,6 +239,11 @@ def test_what_makes_no_samples_is_refused(target, said):
         build_data.dataset(OmegaConf.create({"_target_": f"{__name__}.{target.__name__}"}), 0, "data.val")
 
 
+def test_a_training_set_without_samples_can_not_be_left_out():
+    with pytest.raises(ConfigError, match=r"\(data\.train\) has no samples: check its arguments$"):
+        build_data.dataset(OmegaConf.create({"_target_": f"{__name__}.none"}), 0, "data.train")
+
+
 @pytest.mark.parametrize(
     ("target", "length", "said"),
     [

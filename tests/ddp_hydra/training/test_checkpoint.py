@@ -24,6 +24,7 @@ from ddp_hydra.training import lr_schedules, sharded_checkpoint
 from ddp_hydra.training.checkpoint import CheckpointSaver, load_fitting, read, write
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.parallel.weights import Ema
+from ddp_hydra.training.plain_state import KIND
 from ddp_hydra.training.state import FORMAT, Position, TrainingState
 
 SGD = {"cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
@@ -566,6 +567,14 @@ def test_a_fault_in_the_middle_of_a_checkpoint_leaves_the_half_of_one(shared_sta
     assert 0 < (tmp_path / "half.pt").stat().st_size < (tmp_path / "whole.pt").stat().st_size
     with pytest.raises(CheckpointError, match="take an earlier step file"):
         read(tmp_path / "half.pt")
+
+
+def test_a_part_without_its_tensors_is_no_checkpoint(tmp_path):
+    torch.save({"format": FORMAT, "model": {"a": {KIND: "part", "value": "model.a"}}}, tmp_path / "state.pt")
+    with pytest.raises(
+        CheckpointError, match=r"state\.pt is a part of a checkpoint, .*: copy and give the whole folder$"
+    ):
+        read(tmp_path / "state.pt")
 
 
 def test_a_checkpoint_that_could_not_be_written_is_heard_of_once(sent, tmp_path):

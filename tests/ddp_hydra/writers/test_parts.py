@@ -12,7 +12,7 @@ from ddp_hydra.errors import CheckpointError, RecordError
 from ddp_hydra.record import Checkpoint, Metrics, Record
 from ddp_hydra.runs import disk
 from ddp_hydra.runs.run_files import LocalRunFiles
-from ddp_hydra.storage import LocalFolder
+from ddp_hydra.storage import LocalFolder, run_ref
 from ddp_hydra.storage.manifest import find_checkpoint, read_manifest, state_file
 from ddp_hydra.storage.run_ref import RunRef, fetch_checkpoint, remove_checkpoints
 from ddp_hydra.sweep import pruning
@@ -83,6 +83,33 @@ def test_the_entry_is_written_when_all_parts_are_there(tmp_path, folder, part, o
     assert state_file(find_checkpoint(tmp_path)).read_bytes() == b"rank 0 of 1"
     assert find_checkpoint(folder / "step-000001") == folder / "step-000001"
     assert RunRef.own(folder / "step-000001").folder == str(tmp_path)
+
+
+def test_last_and_best_of_a_run_with_folders_are_named_as_files_are(tmp_path, two, monkeypatch):
+    given = {"best.pt": "step-000001", "last.pt": "step-000002", "step-000001/state.pt": "step-000001"}
+    monkeypatch.chdir(two)
+    for name, step in given.items():
+        for typed in (two / name, f"file://{two / name}", name):
+            ref = RunRef.named(typed)
+            assert ref.checkpoint("last", tmp_path / "download") == two / step
+            assert Path(ref.folder) == tmp_path
+    shutil.rmtree(two / "step-000001")
+    with pytest.raises(CheckpointError, match=r"best\.pt does not exist; in .* there is manifest\.json, step-000002/$"):
+        RunRef.named(two / "best.pt").checkpoint("last", tmp_path)
+
+
+def test_a_copy_of_a_folder_is_taken_as_a_copy_of_a_file_is(tmp_path, two, monkeypatch):
+    (two / "step-000002" / ".metadata").touch()
+    for copy in (tmp_path / "lone" / "copy", two / "copy", tmp_path / "lone" / "step-000002"):
+        shutil.copytree(two / "step-000002", copy)
+        assert find_checkpoint(copy, "best") == copy
+        assert RunRef.named(copy / "state.pt").place == str(copy)
+        assert not RunRef.named(copy).is_own, "it may come from anywhere"
+        monkeypatch.chdir(copy)
+        assert RunRef.named(".").folder == RunRef.named(copy).folder
+        assert RunRef.named(".").checkpoint("best", tmp_path) == copy
+    (tmp_path / ".hydra").mkdir()
+    assert RunRef.named(two / "step-000001").is_own
 
 
 def test_only_so_many_are_kept_and_files_and_folders_take_turns(tmp_path, folder, part, checkpoint_record):
@@ -205,6 +232,23 @@ def mirrored(tmp_path, two) -> Path:
     store.mkdir()
     Mirror(tmp_path, LocalFolder(str(store))).copy()
     return store
+
+
+def test_a_checkpoint_in_a_store_is_named_by_its_url(tmp_path, mirrored, monkeypatch):
+    asked, back = [], tmp_path / "back"
+    monkeypatch.setattr(run_ref, "open_folder", lambda url, **_: asked.append(url) or LocalFolder(str(mirrored)))
+    first, second = (name for name in read_manifest(mirrored / "checkpoints") if name.startswith("step-"))
+    url = "s3://bucket/run/checkpoints"
+    given = {"best.pt": first, "last.pt": second, first: first, f"{second}/state.pt": second, f"{first}/": first}
+    for name, step in given.items():
+        ref = RunRef.named(f"{url}/{name}")
+        assert (ref.folder, ref.checkpoint("best", back)) == ("s3://bucket/run", back / step)
+    assert set(asked) == {"s3://bucket/run"}
+    with pytest.raises(CheckpointError, match=r"json names no step-000009\.pt; it has step-000001-.*best\.pt$"):
+        fetch_checkpoint(f"{url}/step-000009.pt", back)
+    (mirrored / "checkpoints" / second / "rank-1.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"is damaged: it is missing; manifest\.json names step-000001-"):
+        fetch_checkpoint(f"{url}/last.pt", tmp_path / "new")
 
 
 def test_parts_go_to_a_store_and_come_back(tmp_path, two, mirrored, part, caplog):

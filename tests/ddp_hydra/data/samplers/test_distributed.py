@@ -30,7 +30,8 @@ def test_an_epoch_says_how_many_samples_it_visits(n, batch_size, drop_last, full
     ("n", "batch_size", "world_size", "drop_last", "words"),
     [
         (7, 4, 2, True, r"7 samples, fewer than one global batch of 8 .*4 x 2 ranks.*data\.batch_size=3 or less"),
-        (1, 1, 2, True, r"data\.batch_size=1 or less \(fewer .*\), or sampler\.drop_last=false"),
+        (1, 4, 2, True, r"1 sample, .* give dispatch\.ranks=1 or less with data\.batch_size=1, or sampler\."),
+        (1, 4, 1, True, r"\(4 x 1 rank\).* give data\.batch_size=1 or less \(times .*\), or sampler\.drop_last=false$"),
         (0, 4, 2, False, "got 0 samples"),
         (7, 0, 2, False, r"data\.batch_size=0"),
     ],
