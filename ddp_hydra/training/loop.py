@@ -150,6 +150,7 @@ def fit(run: TrainingRun, first_save: Mapping[int, Mapping[str, float]] | None =
             run.remember_unfrozen()
             if not is_checked and nonfinite is None:
                 run.state.check()  # again: the optimizer has made its state
+                run.tell_unsaved()
                 is_checked = True
 
             if due.log:
