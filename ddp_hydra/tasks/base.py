@@ -107,6 +107,16 @@ class Task:
         """
         return model(inputs(batch))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs: tensors and plain values; by default, nothing.
+
+        Modules among the task's attributes need not be in it: checkpoints have each one that training changes.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of a checkpoint, whose tensors are on the CPU."""
+
     def updates(self, step: int) -> Sequence[str]:
         """Return the updates of a step, in order: "" alone updates the whole model.
 

@@ -116,7 +116,10 @@ class RunView:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The last value of each metric."""
+        """The last value of each metric.
+
+        From the end of an epoch until the next record of the training, metrics of the training are means over it.
+        """
         return dict(self._run.metrics)
 
     @property

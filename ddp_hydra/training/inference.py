@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.config import checkpoint_config
-from ddp_hydra.data import streams
+from ddp_hydra.data import draws, streams
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.rank import fault_injection, spec
@@ -34,6 +34,7 @@ from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import Rounds, StepConsensus, StopSignal
 from ddp_hydra.training.data_description import DataDescription, length, shown
 from ddp_hydra.training.load_run import TrainedModel, refuse_targets
+from ddp_hydra.training.run import seed_step
 from ddp_hydra.training.train_step import modules_of
 
 PARTS = 64
@@ -73,8 +74,10 @@ def opened(job: Mapping[str, Any], checkpoint: str, world: World) -> Iterator[In
     trained = load_run.restore_model(content, cfg, world)
     with build_data.opened(cfg, split, trained.device, trained.data, world) as data:
         check_data(trained.data, DataDescription.of(data), f"data.{split}", world)
-        task = builders.task(cfg, trained.data, trained.device)
-        load_run.restore_loss(task, content, cfg)
+        with draws.StateGuard():
+            seed_step(cfg.seed, 0, 1)  # as in the training: what the task has drawn and not changed is in no checkpoint
+            task = builders.task(cfg, trained.data, trained.device)
+        load_run.restore_task(task, content, cfg)
         for module in modules_of(task):
             module.eval()
         yield Inference(job, trained, task, data, world)

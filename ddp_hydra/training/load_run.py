@@ -36,6 +36,7 @@ from ddp_hydra.training.lr_schedules import FactorLR, first_rate, own_rate
 from ddp_hydra.training.parallel import Parallel, weights
 from ddp_hydra.training.sharded_checkpoint import PARTS_IN
 from ddp_hydra.training.state import ByName, TrainingState, defaults, each
+from ddp_hydra.training.task_state import TaskState
 
 
 @dataclass
@@ -94,7 +95,8 @@ def load(
 
 def needed(content: dict[str, Any]) -> dict[str, Any]:
     weights = content["ema"] if content.get("ema") else content
-    kept = {name: content.get(name) for name in ("base", "config", "data", "loss", "position", "batch", PARTS_IN)}
+    names = ("base", "config", "data", "loss", "task", "position", "batch", PARTS_IN)
+    kept = {name: content.get(name) for name in names}
     return {**kept, "model": weights["model"]}
 
 
@@ -112,11 +114,14 @@ def restore_model(content: dict[str, Any], cfg: DictConfig, world: World = ALONE
     return TrainedModel(cfg, parallel, data, device, content["position"]["step"], content["config"])
 
 
-def restore_loss(task: Task, content: Mapping[str, Any], cfg: DictConfig) -> None:
+def restore_task(task: Task, content: Mapping[str, Any], cfg: DictConfig) -> None:
+    # With the loss.
     if (loss := builders.loss_state(task)) is not None:
         before = OmegaConf.to_container(OmegaConf.create(content["config"]).loss, resolve=True)
         saved = fitting_loss(loss, content["loss"], before, OmegaConf.to_container(cfg.loss))
         loss.load_state_dict(plain_state.decode(saved) if saved else loss.state_dict())
+    if content["task"] and is_same_task(content["config"], cfg):
+        TaskState(lambda: task).load_state_dict(plain_state.decode(content["task"]))
 
 
 SHOWN = 8
@@ -134,6 +139,8 @@ def restore(state: TrainingState, content: Mapping[str, Any]) -> str:
     ]
     if any(before.get(part) != now.get(part) for part in ("task", "loss")):
         content = {**content, "epoch_means": None}  # sums of what another task has counted
+    if not is_same_task(before, now):
+        content = {**content, "task": None}
     if (loss := state.extras.get("loss")) is not None:
         content = {**content, "loss": fitting_loss(loss, content.get("loss"), before.get("loss"), now.get("loss"))}
     progress = state.extras.get("progress")
@@ -162,6 +169,10 @@ def restore(state: TrainingState, content: Mapping[str, Any]) -> str:
         if (early_stopping := state.extras.get("early_stopping")) is not None:
             early_stopping.load_state_dict({"best": None, "validations_without_progress": 0})
     return shown(checkpoint_config.changes(before, now), SHOWN)
+
+
+def is_same_task(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return bool(before["task"]["_target_"] == now["task"]["_target_"])
 
 
 def fitting_loss(loss: nn.Module, saved: Any, before: Any, now: Any) -> Any:

@@ -147,8 +147,8 @@ def fit(run: TrainingRun, first_save: Mapping[int, Mapping[str, float]] | None =
             run.advance(updated=nonfinite is None)
             run.call("step")
             run.remember_unfrozen()
-            if nonfinite is None:
-                run.state.check_new()
+            if nonfinite is None and run.state.check_new():
+                run.tell_unsaved()
 
             if due.log:
                 run.log_interval(hold=not run.stop and (due.validate or due.leave or ends_epoch))

@@ -20,6 +20,7 @@ from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.errors import WorldLeft
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.world import ALONE, World
+from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, load_run, memory, optimizers, setup
 from ddp_hydra.training.cadence import Cadence, EarlyStopping, LogClock
 from ddp_hydra.training.callbacks import Callbacks, MetricNames, RunView
@@ -34,6 +35,7 @@ from ddp_hydra.training.optimizers import UpdateBuilder
 from ddp_hydra.training.parallel import Parallel, parameter_groups
 from ddp_hydra.training.profiler import Profiler
 from ddp_hydra.training.state import Position, TrainingState, together
+from ddp_hydra.training.task_state import TaskState
 from ddp_hydra.training.update import Update, check_updates
 
 DONE = heartbeat.REASONS.index("done")
@@ -51,7 +53,7 @@ class TrainingRun:
 
     Attributes:
         frozen_norms: layers that stay in evaluation mode.
-        metrics: the last value of each metric; after an epoch, metrics of the training are means over it.
+        metrics: see `RunView.metrics`.
         stop: the reason to stop early and be resumed, a number of `heartbeat.REASONS`; 0 for none.
         held: metrics of the step that wait for its validation.
         is_done: a callback has called the run done at a validation.
@@ -95,10 +97,10 @@ class TrainingRun:
             untouched = parallel.build(cfg.trainer, make, device, load, before.get("model") or ())
         else:
             parallel.rebind(world)
-        seed_step(cfg.seed, 0, 1)  # wherever the model was built, and whatever that has drawn
         self.parallel, self.model = parallel, parallel.model
         self.autocast = builders.autocast(cfg, device, parallel)
-        self.task = builders.trained_task(cfg, train_set, device)
+        self.task_state = TaskState(partial(seeded_task, cfg, train_set, device))
+        self.task = self.task_state.task
         description = setup.check_data(cfg, self.task, train_set, val_set, before, world)
         for data in (train_set, val_set):
             if hasattr(data, "check_model"):
@@ -163,6 +165,7 @@ class TrainingRun:
             "early_stopping": self.early_stopping,
             "epoch_means": self.epoch_means,
             "loss": builders.loss_state(self.task),
+            "task": self.task_state if self.task_state.parts or self.task_state.tells_own else None,
             "progress": self.schedule_progress,
             "stream": sampler if isinstance(sampler, StreamSampler) else None,
         }
@@ -392,8 +395,13 @@ class TrainingRun:
     def _save(self, best: bool) -> None:
         # A collective.
         self.call("checkpoint")
+        self.tell_unsaved()
         self.checkpoints.save(self.state, self.metrics, best)
         self.nonfinite.remember()
+
+    def tell_unsaved(self) -> None:
+        if self.rank == 0:
+            self.task_state.tell_unsaved()
 
     def remember_unfrozen(self) -> None:
         # A collective. At the end of an epoch nothing is remembered: its validation may still be to come.
@@ -418,6 +426,11 @@ def seeded(*key: int) -> Iterator[None]:
         yield
     if cuda is not None:
         torch.cuda.set_rng_state(cuda)
+
+
+def seeded_task(cfg: DictConfig, train_set: Any, device: torch.device) -> Task:
+    seed_step(cfg.seed, 0, 1)  # wherever the model was built, and whatever that has drawn
+    return builders.trained_task(cfg, train_set, device)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

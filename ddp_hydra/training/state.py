@@ -141,12 +141,13 @@ class TrainingState:
             self._content(), copy=lambda tensor, name: plain_state.plain_tensor(plain_state.local(tensor), name)
         )
 
-    def check_new(self) -> None:
-        # Optimizers make their states in their first steps.
+    def check_new(self) -> bool:
+        # Optimizers make their states in their first steps. It returns whether there was something new.
         made = sum(len(optimizer.state) for _, optimizer in each(self.optimizer))
-        if made != self.checked:
-            self.checked = made
+        is_new, self.checked = made != self.checked, made
+        if is_new:
             self.check()
+        return is_new
 
     def _content(self) -> dict[str, Any]:
         parts = {name: part.state_dict() for name, part in self.extras.items() if part is not None}

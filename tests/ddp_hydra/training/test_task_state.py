@@ -1,0 +1,230 @@
+"""Tasks that keep something: a teacher that the steps move, a counter; resumed, rolled back and evaluated."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from torch import nn
+
+from ddp_hydra.errors import CheckpointError
+from ddp_hydra.rank.fault_injection import FaultInjector
+from ddp_hydra.rank.world import ALONE, World, in_world
+from ddp_hydra.tasks import Step, Task
+from ddp_hydra.training import builders, inference
+from ddp_hydra.training.checkpoint import read
+from ddp_hydra.training.consensus import StopSignal
+from ddp_hydra.training.loop import fit
+from ddp_hydra.training.run import TrainingRun
+from ddp_hydra.training.task_state import checksum
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, check_resume, config, flat, same
+from tests.ddp_hydra.training.plain_torch import CONSTANT
+
+
+class Teaching(Task):
+    """A teacher follows the model, as in BYOL, from some step on. It is written as in papers' code: through `.data`."""
+
+    def __init__(self, begins_at: int = 1, width: int = 3) -> None:
+        self.teacher, self.frozen = nn.Linear(4, width), nn.Linear(4, 3).requires_grad_(False)
+        self.begins_at, self.step_of = begins_at, Steps()
+
+    def step(self, model: Any, batch: Any) -> Step:
+        x, y = batch
+        with torch.no_grad():
+            if model.training:
+                self.step_of.n += 1
+                for own, other in zip(self.teacher.parameters(), model.parameters(), strict=True):
+                    own.data.lerp_(other, 0.1 * (self.step_of.n >= self.begins_at))
+            goal = self.teacher(x) + self.frozen(x)
+        out = model(x)
+        return Step(F.cross_entropy(out, y) + F.mse_loss(out, goal), len(y))
+
+
+class Steps:
+    """Counts, and has a state."""
+
+    n = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.n = state["n"]
+
+
+class Counting(Task):
+    """Weighs the loss by its own counter."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def step(self, model: Any, batch: Any) -> Step:
+        self.n += model.training
+        return Step(F.cross_entropy(model(batch[0]), batch[1]) * (1 + 0.1 * self.n), len(batch[1]))
+
+
+class Kept(Counting):
+    """Says what a resume needs."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n = state["n"]
+
+
+def parts_of(task: type[Task], **options: Any) -> dict[str, Any]:
+    return {**BY_LOSS, "task": {"_target_": f"{__name__}.{task.__name__}", "metric": "loss", **options}}
+
+
+@pytest.mark.parametrize("task", [Teaching, Kept])
+@pytest.mark.parametrize("step", [2, 6])
+def test_a_resumed_run_ends_as_the_uninterrupted_one(train, task, step, capsys):
+    check_resume(train, ("update", step), whole=parts_of(task))
+    assert task.__name__ not in capsys.readouterr().err
+
+
+def test_checkpoints_have_the_modules_that_have_changed(train):
+    saved = read(train(whole=parts_of(Teaching)).last)["task"]
+    assert saved["parts"]["teacher"].keys() == {"weight", "bias"}
+    assert saved["parts"]["frozen"] is None
+    assert (saved["parts"]["step_of"], saved["own"]) == ({"n": 8}, {})
+    assert "task" not in read(train().last)
+
+
+@pytest.mark.parametrize("every", [0, 3])
+@pytest.mark.parametrize("options", [{}, {"begins_at": 5}], ids=str)
+def test_a_rollback_goes_back_to_the_teacher_of_its_checkpoint(train, every, options):
+    given: dict[str, Any] = {"checkpoint_every_epochs": 0, "checkpoint_every_steps": every, "fault": ["nan,step=6"]}
+    given |= {"whole": parts_of(Teaching, **options)}
+    skipped, rolled = (train(on_nonfinite=way, **given) for way in ("skip", "rollback"))
+    assert same(rolled.last, skipped.last)
+
+
+def test_an_evaluation_has_the_teacher_of_the_checkpoint(train, tmp_path, monkeypatch):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").touch()
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(tmp_path))
+    monkeypatch.setattr("ddp_hydra.config.project.starter", lambda: tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    data = {"batch_size": 2, "val": {"_target_": "tests.ddp_hydra.training.loop_runs.Numbers", "n": 5}}
+    run = train(whole={**parts_of(Teaching), "data": data})
+    job = {"faults": [], "overrides": [], "groups": [], "split": "val", "trust": True}
+    with inference.opened(job, str(run.last), ALONE) as opened:
+        trained = opened.trained
+        evaluation = builders.evaluation(trained.cfg, opened.data, opened.task, trained.device, trained.parallel)
+        assert evaluation.run(trained.model, lambda: 0)["val/loss"] == run.metrics("val/loss")[-1][1]
+
+
+def test_a_teacher_of_another_shape_is_refused_in_a_sentence(train):
+    stopped = train(whole=parts_of(Teaching), stop_at=("update", 3))
+    said = r"^Teaching\.teacher does not take its state of the checkpoint \(RuntimeError: .*size mismatch.*resume with"
+    with pytest.raises(CheckpointError, match=said):
+        train(whole=parts_of(Teaching, width=1), resume=stopped.last)
+
+
+def test_a_resume_with_another_task_begins_its_state(train):
+    stopped = train(whole=parts_of(Teaching), stop_at=("update", 3))
+    own = read(train(whole=parts_of(Kept), resume=stopped.last).last)["task"]["own"]
+    assert own == {"n": 8 - stopped.value["steps"]}
+
+
+class Lazy(Task):
+    """Makes in the first step what stays, and a teacher."""
+
+    teacher: Any = None
+
+    def __init__(self) -> None:
+        self.mask: Any = None
+        self.criterion = Annealed()
+
+    def step(self, model: Any, batch: Any) -> Any:
+        if self.mask is None:
+            self.mask, self.teacher = torch.ones(3), copy.deepcopy(model)
+        return self.criterion(model(batch[0]) * self.mask, batch[1])
+
+
+class Annealed(nn.Module):
+    """Counts in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = 0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.k += torch.is_grad_enabled()
+        return F.cross_entropy(x, y) * (1 + self.k / 10)
+
+
+class Resumable(Annealed):
+    """The same with a state."""
+
+    def get_extra_state(self) -> int:
+        return self.k
+
+    def set_extra_state(self, state: int) -> None:
+        self.k = state
+
+
+def test_what_no_checkpoint_has_is_told_once(train, capsys):
+    anew = "while training, and a resumed run would begin it anew"
+    train(whole=parts_of(Counting))
+    said = f"Counting.n changes {anew}: define Counting.state_dict() and load_state_dict(state)"
+    assert capsys.readouterr().err.splitlines() == [said]
+    train(whole=parts_of(Lazy))
+    assert capsys.readouterr().err.splitlines() == [
+        f"Lazy.teacher is made {anew}: make it in __init__ or in the model, or define Lazy.state_dict() and "
+        "load_state_dict(state)",
+        f"Annealed.k changes {anew}: define Annealed.get_extra_state() and set_extra_state(state), or make it a buffer",
+    ]
+
+
+class Growing(Steps):
+    """A loss that is no module."""
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.n += torch.is_grad_enabled()
+        return F.cross_entropy(x, y) * (1 + self.n / 10)
+
+
+@pytest.mark.parametrize("loss", [Resumable, Growing])
+def test_a_loss_may_keep_plain_values(train, capsys, loss):
+    check_resume(train, ("update", 3), whole={"loss": {"_target_": f"{__name__}.{loss.__name__}"}})
+    assert loss.__name__ not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128], ids=str)
+def test_a_checksum_changes_with_any_bit_and_with_the_order(dtype):
+    given = torch.arange(12).reshape(3, 4).to(dtype)[:, 1:]
+    before = checksum([given, torch.ones(0)])
+    assert checksum([given.clone(), torch.ones(0)]) == before
+    given.data[0, 0], given.data[0, 1] = given[0, 1].clone(), not given[0, 0]
+    assert checksum([given, torch.ones(0)]) != before
+
+
+@in_world
+def trained(world: World) -> list[dict[str, Any]]:
+    # At once, and in two runs.
+    def run(epochs: int, saved: Any = None) -> dict[str, Any]:
+        cfg = OmegaConf.merge(config(epochs=epochs, checkpoint_every_epochs=0), {"scheduler": CONSTANT})
+        cfg.objective = BY_LOSS["objective"]
+        cfg.task = {"_target_": f"{__name__}.Teaching"}
+        found = TrainingRun(cfg, Numbers(9), None, None, FaultInjector(), StopSignal(), world=world, saved=saved)
+        fit(found)
+        content: dict[str, Any] = world.send(found.state.begin_capture())
+        return content
+
+    return [run(2), run(2, run(1))]
+
+
+@pytest.mark.integration
+def test_ranks_go_on_with_the_teacher_of_rank_0(on_two_ranks):
+    for whole, resumed in on_two_ranks(trained):
+        assert whole["task"]["parts"]["step_of"] == {"n": 4}
+        for part in ("model", "task"):
+            assert flat(resumed[part]) == flat(whole[part])
