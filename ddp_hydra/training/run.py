@@ -251,6 +251,8 @@ class TrainingRun:
 
     def train_mode(self) -> None:
         parameter_groups.train_mode(self.model, self.frozen_norms)
+        for update in self.updates.values():  # a validation or a callback may have changed them
+            update.part.buffers.are_due = True
 
     def steps(self) -> Iterator[Iterator[MicroBatch]]:
         heartbeat.at("load", self.step)
@@ -292,7 +294,7 @@ class TrainingRun:
 
     def rolls_back(self, found: NonFiniteStep) -> bool:
         for update in self.updates.values():
-            update.part.discard_gradients()
+            update.part.leave_out_step()
         offset = self.position.offset - found.steps_ago * self.sampler.global_batch
         samples = next(iter(self.sampler.batches(self.position.epoch, offset)))
         if not self.nonfinite.handle(found, self.rank, samples):
