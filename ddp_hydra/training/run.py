@@ -34,6 +34,7 @@ from ddp_hydra.training.optimizers import UpdateBuilder
 from ddp_hydra.training.parallel import Parallel, parameter_groups
 from ddp_hydra.training.profiler import Profiler
 from ddp_hydra.training.state import Position, TrainingState, together
+from ddp_hydra.training.train_step import loss_with_tensors
 from ddp_hydra.training.update import Update, check_updates
 
 DONE = heartbeat.REASONS.index("done")
@@ -125,7 +126,8 @@ class TrainingRun:
         if val_set is not None:
             self.validation = builders.evaluation(cfg, val_set, self.task, device, parallel)
             self.names.add(f"val/{name}" for name in ("loss", *self.validation.metrics.metrics))
-        self.nonfinite = NonFiniteHandler(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, self.state)
+        loss, trainer = loss_with_tensors(self.task), cfg.trainer
+        self.nonfinite = NonFiniteHandler(trainer.on_nonfinite, trainer.max_nonfinite, self.state, loss)
         self.checkpoints = CheckpointSaver(world, cfg.trainer.shard_above_gb)
         passes = setup.passes_of(self) if cfg.trainer.profile_steps and self.rank == 0 else []
         profiler = Profiler(self.rank, self.model, device, cfg.trainer, total_steps, passes, cfg.data.batch_size)

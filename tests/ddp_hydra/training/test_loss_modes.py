@@ -74,6 +74,20 @@ class Keeps(nn.Module):
         return F.cross_entropy(prediction * (0.5 if self.training else 1.0), target)
 
 
+class Unsaved(Counts):
+    """The same, of which checkpoints have nothing."""
+
+    made: list[Unsaved]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._non_persistent_buffers_set = {"counts", "mean"}
+        self.norm = nn.Identity()  # type: ignore[assignment]
+        self.made.append(self)
+
+    get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
+
+
 KINDS = (Counts, Prior, Keeps)
 
 
@@ -131,6 +145,13 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(train, kind):
 def test_a_step_that_is_left_out_does_not_count_in_buffers(train, policy):
     run = train(whole=parts_of(Counts), fault=["nan,step=2"], on_nonfinite=policy)
     assert read(run.last)["loss"]["counts"].sum() == 3 + 2 * 7
+
+
+def test_nor_in_buffers_that_no_checkpoint_has(train, monkeypatch):
+    monkeypatch.setattr(Unsaved, "made", [], raising=False)
+    run = train(whole=parts_of(Unsaved), fault=["nan,step=2"], on_nonfinite="skip")
+    assert not read(run.last).get("loss")
+    assert Unsaved.made[-1].counts.sum() == 3 + 2 * 7
 
 
 @pytest.mark.parametrize("kind", KINDS)
