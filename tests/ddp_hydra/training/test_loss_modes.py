@@ -185,8 +185,17 @@ def test_a_dry_run_predicts_in_evaluation_mode(group, monkeypatch):
     assert modes == [(False, False)]
 
 
-def test_a_pass_for_the_size_of_activations_changes_nothing():
-    loss = Counts()
+class Moving(Counts):
+    """Changes a buffer in evaluation, too."""
+
+    def forward(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean + prediction.detach().mean(0)
+        return super().forward(prediction, target)
+
+
+@pytest.mark.parametrize("kind", [Counts, Moving])
+def test_a_pass_for_the_size_of_activations_changes_nothing(kind):
+    loss = kind()
     cfg = OmegaConf.create({"trainer": {"precision": "fp32", "activation_checkpointing": []}})
     batch = torch.zeros(4, 4, device="meta"), torch.zeros(4, dtype=torch.long, device="meta")
     before = {name: (one, one.clone()) for name, one in loss.named_buffers()}
