@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ddp_hydra import results
 from ddp_hydra.errors import NonFiniteLoss
@@ -48,11 +49,13 @@ class NonFiniteHandler:
         policy: "abort" raises. "skip" leaves the step's update out. "rollback" first goes back to the last
             checkpoint, in case the weights had gone wrong before; if the step fails again, its update is left out.
         max_steps: the most steps that may fail, those before a resume included.
+        loss: its buffers are put back with the model's, also those that no checkpoint has; None: it has no tensors.
     """
 
-    def __init__(self, policy: str, max_steps: int, state: TrainingState) -> None:
+    def __init__(self, policy: str, max_steps: int, state: TrainingState, loss: nn.Module | None = None) -> None:
         self.policy, self.max_steps, self.state = policy, max_steps, state
-        self.buffers = BufferCopy(*state.trained_modules()) if policy != "abort" else None
+        modules = [state.model, *([loss] if loss is not None else [])]
+        self.buffers = BufferCopy(*modules) if policy != "abort" else None
         self.checkpoint: Callable[[], dict[str, Any]] | None = None
         self.checkpoint_buffers: list[BufferCopy] = []
         self.stages = 0

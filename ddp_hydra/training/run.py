@@ -36,6 +36,7 @@ from ddp_hydra.training.parallel import Parallel, parameter_groups
 from ddp_hydra.training.profiler import Profiler
 from ddp_hydra.training.state import Position, TrainingState, together
 from ddp_hydra.training.task_state import TaskState
+from ddp_hydra.training.train_step import loss_with_tensors
 from ddp_hydra.training.update import Update, check_updates
 
 DONE = heartbeat.REASONS.index("done")
@@ -127,7 +128,8 @@ class TrainingRun:
         if val_set is not None:
             self.validation = builders.evaluation(cfg, val_set, self.task, device, parallel)
             self.names.add(f"val/{name}" for name in ("loss", *self.validation.metrics.metrics))
-        self.nonfinite = NonFiniteHandler(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, self.state)
+        loss, trainer = loss_with_tensors(self.task), cfg.trainer
+        self.nonfinite = NonFiniteHandler(trainer.on_nonfinite, trainer.max_nonfinite, self.state, loss)
         self.checkpoints = CheckpointSaver(world, cfg.trainer.shard_above_gb)
         passes = setup.passes_of(self) if cfg.trainer.profile_steps and self.rank == 0 else []
         profiler = Profiler(self.rank, self.model, device, cfg.trainer, total_steps, passes, cfg.data.batch_size)
@@ -254,6 +256,8 @@ class TrainingRun:
 
     def train_mode(self) -> None:
         parameter_groups.train_mode(self.model, self.frozen_norms)
+        for update in self.updates.values():  # a validation or a callback may have changed them
+            update.part.buffers.are_due = True
 
     def steps(self) -> Iterator[Iterator[MicroBatch]]:
         heartbeat.at("load", self.step)
@@ -295,7 +299,7 @@ class TrainingRun:
 
     def rolls_back(self, found: NonFiniteStep) -> bool:
         for update in self.updates.values():
-            update.part.discard_gradients()
+            update.part.leave_out_step()
         offset = self.position.offset - found.steps_ago * self.sampler.global_batch
         samples = next(iter(self.sampler.batches(self.position.epoch, offset)))
         if not self.nonfinite.handle(found, self.rank, samples):

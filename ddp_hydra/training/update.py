@@ -98,7 +98,7 @@ class Update:
     def vote(self, losses: Sequence[Tensor], stop: int, log: bool = False) -> Callable[[], Decision]:
         # A collective.
         good, n = are_finite(losses, self.unchecked), self.weighing.n
-        changed = self.part.has_changed_buffers()
+        changed = self.part.buffers.have_changed()
         send_along = None
         if self.part.send_along is not None:
             factor_of = lambda votes: self.weighing.factor(things(votes))  # noqa: E731
@@ -113,7 +113,7 @@ class Update:
     ) -> NonFiniteStep | None:
         # Called after the backward pass. It is a collective where the ranks' gradients differ.
         before, self.unchecked = self.unchecked, None
-        self.part.sends_buffers &= decision.changed
+        self.part.buffers.are_due &= decision.changed
         loss = self.weighing.unweighed(losses)
         if before is not None and (names := before.nonfinite_names()):
             return NonFiniteStep(0, before.loss(), names, steps_ago=1)

@@ -2,6 +2,7 @@
 
 weights          what is done with each parameter and buffer of a model; the moving average
 parameter_groups which parameters train, decay, and are computed twice
+sent_buffers     buffers that ranks take from rank 0 after a step that changed one
 shared_memory    averages gradients of ranks on one host, for ddp
 """
 
@@ -25,6 +26,7 @@ from ddp_hydra.training import plain_state
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import GradientNorms, is_finite
 from ddp_hydra.training.parallel import parameter_groups, weights
+from ddp_hydra.training.parallel.sent_buffers import SentBuffers
 from ddp_hydra.training.parallel.units import BY_BLOCK, blocks_of, compile_each, torch_mode
 from ddp_hydra.training.parallel.weights import Ema
 from ddp_hydra.training.train_step import TrainStep, modules_of
@@ -146,7 +148,7 @@ class Parallel:
     def broadcast_rest(self, task: Task) -> None:
         # A collective. Wrappers send what a step trains; other parts of the model, and the task's own models, begin
         # alike.
-        sent = {id(one) for part in self.parts.values() for one in weights.tensors_of(part.step)}
+        sent = {id(one) for part in self.parts.values() for one in part.tensors_sent()}
         others = (
             one
             for module in (self.model, *modules_of(task))
@@ -237,11 +239,12 @@ class PartStep:
         same_gradients: all ranks have the same gradients after the backward pass.
         needs_even: name of a communication hook that needs losses over the same number of things in each step; "".
         is_weighed: the gradients of the last backward pass have the factor of `send_along`.
-        sends_buffers: all ranks take the buffers of rank 0 before the next forward pass.
+        buffers: the ones that it sends itself; a wrapper may send others.
+        is_last: the next micro-batch is the last one of its step.
         send_along: sends numbers with the gradients, see `SharedGradients`; None: they take an exchange of their own.
     """
 
-    is_weighed = sends_buffers = False
+    is_weighed, is_last = False, True
     send_along: Callable[..., Callable[[], Tensor]] | None = None
 
     def __init__(
@@ -252,16 +255,24 @@ class PartStep:
         self.names = step.names()
         self.needed = [(name, one) for one, name in self.names.items() if uses_all and one.requires_grad]
         self.same_gradients, self.needs_even = True, ""
+        self.buffers = SentBuffers(world)
 
     def __call__(self, batch: Any) -> Any:
+        self.buffers.send()
+        result = self.compute(batch)
+        self.buffers.are_due = self.is_last  # until the vote on the step says that none has changed
+        return result
+
+    def compute(self, batch: Any) -> Any:
         return self.wrapped(batch)
 
     def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
+        self.is_last = enabled
         return all_used(self.needed) if enabled else nullcontext()
 
-    def has_changed_buffers(self) -> bool:
-        # This rank has, since all had rank 0's, and it is the part that sends them.
-        return False
+    def tensors_sent(self) -> list[Tensor]:
+        # All ranks have rank 0's at the first step.
+        return weights.tensors_of(self.step)
 
     def release(self) -> None:
         self.wrapped = self.step
@@ -301,9 +312,9 @@ class PartStep:
 
     def after_step(self) -> None: ...
 
-    def discard_gradients(self) -> None:
-        # A step was left out: later steps don't use what is left of its gradients.
-        ...
+    def leave_out_step(self) -> None:
+        # Later steps don't use what is left of its gradients. Each rank has put its own buffers back.
+        self.buffers.are_due = True
 
     def synchronise(self, *averages: nn.Module) -> None:
         # A collective. It makes the model and averages of it the same on all ranks, before validation or a save.

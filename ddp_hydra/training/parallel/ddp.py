@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training.parallel import Parallel, PartStep, weights
+from ddp_hydra.training.parallel.sent_buffers import SentBuffers
 from ddp_hydra.training.parallel.shared_memory import SharedGradients, prebuild_buckets
 from ddp_hydra.training.train_step import TrainStep, sparse_weights
 
@@ -71,7 +72,9 @@ class DDP(Parallel):
             return PartStep(step, uses_all=self.uses_all, world=world)  # DDP would only cost time
         if self.sync_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(step)
-        unsent = weights.left_out(step)
+        # DDP sends all buffers in each step. Those of a loss, as weights of classes, seldom change.
+        of_loss = {name: one for name, one in step.named_buffers() if name.startswith("criterion.")}
+        unsent = weights.left_out(step) | of_loss
         weights.broadcast(unsent.values(), world)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step, list(unsent))
         wrapped = DistributedDataParallel(step, process_group=world.group, **self.options)
@@ -81,8 +84,16 @@ class DDP(Parallel):
             prebuild_buckets(wrapped, world)
         part = DDPStep(step, wrapped, self.uses_all, world)
         part.own_statistics = self.own_statistics
+        if of_loss and not self.own_statistics:
+            part.buffers = self._buffers_of_loss(step)
         part.exchange_by(*self.hook)
         return part
+
+    def _buffers_of_loss(self, step: TrainStep) -> SentBuffers:
+        assert step.criterion is not None
+        of_parts = (part.buffers for part in self.parts.values())
+        shared = next((one for one in of_parts if one.modules == (step.criterion,)), None)
+        return shared or SentBuffers(self.world, step.criterion)
 
 
 class DDPStep(PartStep):
@@ -103,7 +114,8 @@ class DDPStep(PartStep):
     hook_s = 0.0
 
     def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
-        return super().sync_gradients(enabled) if enabled else self.wrapped.no_sync()
+        used = super().sync_gradients(enabled)
+        return used if enabled else self.wrapped.no_sync()
 
     def release(self) -> None:
         # Hooks at the gradients end with DDP's reducer, and shared memory with DDP.
@@ -165,7 +177,8 @@ class DDPStep(PartStep):
         if self.averager is not None:
             self.averager.average_parameters(self.step.parameters())
 
-    def discard_gradients(self) -> None:
+    def leave_out_step(self) -> None:
+        super().leave_out_step()
         if self.compression is not None:
             for memory in (self.compression.error_dict, self.compression.p_memory_dict, self.compression.q_memory_dict):
                 memory.clear()

@@ -31,6 +31,7 @@ from ddp_hydra.training import plain_state
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import GradientNorms
 from ddp_hydra.training.parallel import Load, Named, Parallel, PartStep, parameter_groups, weights
+from ddp_hydra.training.parallel.sent_buffers import SentBuffers
 from ddp_hydra.training.parallel.units import MIN_PARAMS, blocks_of, compile_each, owns_its_parameters, units_of
 from ddp_hydra.training.parallel.weights import Ema, local
 from ddp_hydra.training.train_step import TrainStep, trained_loss
@@ -429,29 +430,21 @@ def is_of_shares(error: Exception) -> bool:
 
 
 class ShardedStep(PartStep):
-    """A training step whose model is sharded.
-
-    Attributes:
-        sent: buffers as all ranks had them last, with their versions.
-    """
+    """A training step whose model is sharded."""
 
     part: Any
 
     def __init__(self, step: TrainStep, mesh: DeviceMesh, world: World) -> None:
         super().__init__(step, uses_all=True, world=world)
         self.group = mesh.get_group("shard")
-        self.sends_buffers = self.is_last = True
-        self.sent: list[tuple[Tensor, int]] = []
+        self.buffers = SentBuffers(world, step)
         self.part.register_forward_pre_hook(self._note_call)
         step.constant = self._empty_loss
 
     def _note_call(self, *_: Any) -> None:
         self.was_called = True
 
-    def __call__(self, batch: Any) -> Any:
-        if self.sends_buffers:
-            weights.broadcast_buffers(self.world, self.step)
-            self.sent = self._versions()
+    def compute(self, batch: Any) -> Any:
         self.was_called = False
         try:
             result = self.wrapped(batch)
@@ -461,22 +454,14 @@ class ShardedStep(PartStep):
             raise ConfigError(CALLED) from error
         if not self.was_called:
             raise ConfigError(CALLED)
-        self.sends_buffers = self.is_last
         return result
 
-    def _versions(self) -> list[tuple[Tensor, int]]:
-        return [(buffer, buffer._version) for buffer in self.step.buffers()]
-
-    def has_changed_buffers(self) -> bool:
-        now = self._versions()
-        return len(now) != len(self.sent) or any(
-            one is not other or version != before
-            for (one, version), (other, before) in zip(now, self.sent, strict=True)
-        )
+    def tensors_sent(self) -> list[Tensor]:
+        # Not the frozen parameters of a loss.
+        return [*weights.tensors_of(self.part), *self.step.buffers()]
 
     @contextmanager
     def sync_gradients(self, enabled: bool) -> Iterator[None]:
-        self.is_last = enabled
         self.part.set_requires_gradient_sync(enabled)
         self.part.set_is_last_backward(enabled)
         with super().sync_gradients(enabled):

@@ -75,16 +75,15 @@ def train_mode(model: nn.Module, frozen_norms: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
-    before = [(module, module.training) for module in modules]
-    of_parts = [(part, part.training) for module in modules for part in module.modules()]
+    before = {part: part.training for module in modules for part in module.modules()}
     for module in modules:
         module.eval()
     try:
         yield
     finally:
-        for module, is_training in before:  # a `train` of its own may do more
-            module.train(is_training)
-        for part, is_training in of_parts:
+        for module in modules:  # a `train` of its own may do more
+            module.train(before[module])
+        for part, is_training in before.items():
             part.training = is_training
 
 

@@ -74,6 +74,20 @@ class Keeps(nn.Module):
         return F.cross_entropy(prediction * (0.5 if self.training else 1.0), target)
 
 
+class Unsaved(Counts):
+    """The same, of which checkpoints have nothing."""
+
+    made: list[Unsaved]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._non_persistent_buffers_set = {"counts", "mean"}
+        self.norm = nn.Identity()  # type: ignore[assignment]
+        self.made.append(self)
+
+    get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
+
+
 KINDS = (Counts, Prior, Keeps)
 
 
@@ -133,6 +147,13 @@ def test_a_step_that_is_left_out_does_not_count_in_buffers(train, policy):
     assert read(run.last)["loss"]["counts"].sum() == 3 + 2 * 7
 
 
+def test_nor_in_buffers_that_no_checkpoint_has(train, monkeypatch):
+    monkeypatch.setattr(Unsaved, "made", [], raising=False)
+    run = train(whole=parts_of(Unsaved), fault=["nan,step=2"], on_nonfinite="skip")
+    assert not read(run.last).get("loss")
+    assert Unsaved.made[-1].counts.sum() == 3 + 2 * 7
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trained_model_is_evaluated_as_in_its_run(train, kind, tmp_path, monkeypatch):
     (tmp_path / "conf").mkdir()
@@ -164,8 +185,17 @@ def test_a_dry_run_predicts_in_evaluation_mode(group, monkeypatch):
     assert modes == [(False, False)]
 
 
-def test_a_pass_for_the_size_of_activations_changes_nothing():
-    loss = Counts()
+class Moving(Counts):
+    """Changes a buffer in evaluation, too."""
+
+    def forward(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean + prediction.detach().mean(0)
+        return super().forward(prediction, target)
+
+
+@pytest.mark.parametrize("kind", [Counts, Moving])
+def test_a_pass_for_the_size_of_activations_changes_nothing(kind):
+    loss = kind()
     cfg = OmegaConf.create({"trainer": {"precision": "fp32", "activation_checkpointing": []}})
     batch = torch.zeros(4, 4, device="meta"), torch.zeros(4, dtype=torch.long, device="meta")
     before = {name: (one, one.clone()) for name, one in loss.named_buffers()}
