@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.config import hydra_compat, redact, references, unknown_keys, validate
-from ddp_hydra.config.hydra_compat import parse_override, typed_variables, typed_words
+from ddp_hydra.config.hydra_compat import parse_override, typed_words, variables_set
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
@@ -200,8 +200,10 @@ class JobQueue:
         """Return, as words, the variables that the sweep was given and that the config of a job reads."""
         hydra_cfg: Any = OmegaConf.to_container(self.config.get("hydra") or OmegaConf.create({}))
         with suppress(DdpHydraError, HydraException, OmegaConfBaseException):  # said where it is composed
-            if typed_variables(hydra_cfg):
-                return planned_job.variables_read(hydra_cfg, self.loader.compose(self.config, overrides))
+            if variables_set(hydra_cfg):
+                config = self.loader.compose(self.config, overrides)
+                of_job: Any = OmegaConf.to_container(config.hydra)
+                return planned_job.variables_read(of_job, config)
         return []
 
     def shared_keys(self, job: PlannedJob) -> list[str]:
