@@ -35,6 +35,7 @@ from ddp_hydra.job.job_config import settings_of_hydra
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.run_dir import HYDRA, has_record, hold, refuse_other_run
 from ddp_hydra.runs.describe import status_of
+from ddp_hydra.storage.base import bare_url
 from ddp_hydra.storage.files import new_folder, write_atomic
 from ddp_hydra.writers.run_dir import locked, read_summary
 
@@ -205,7 +206,9 @@ class Run:
 
     def __init__(self, folder: str | Path) -> None:
         if "://" in str(folder):
-            raise ConfigError(f"{folder} is a URL, and Run reads a folder of this machine: copy the run to one")
+            raise ConfigError(
+                f"{bare_url(str(folder))} is a URL, and Run reads a folder of this machine: copy the run to one"
+            )
         self.dir = Path(folder)
         if not self.dir.is_dir():
             raise ConfigError(f"{self.dir} is not a run directory: give one that a run has made, outputs/<date>/<time>")

@@ -123,9 +123,10 @@ def _check_values(cfg: DictConfig, values: Mapping[str, tuple[Any, str]]) -> Non
     old, new = dict(redact.leaves(before)), dict(redact.leaves(OmegaConf.to_container(part, enum_to_str=True)))
     for key, (value, by) in values.items():
         if key in new and old.get(key) != new[key]:
+            ours, theirs = (redact.without([f"{key}={as_typed(one)}"])[0] for one in (value, old.get(key)))
             raise ConfigError(
-                f"{by} sets {key}={as_typed(value)}, and {as_typed(old.get(key))} of the main config wins over it: "
-                f"write `- job`, `- _self_` and `- experiment: …` in this order; or type {key}={as_typed(value)}, too"
+                f"{by} sets {ours}, and {theirs.partition('=')[2]} of the main config wins over it: "
+                f"write `- job`, `- _self_` and `- experiment: …` in this order; or type {ours}, too"
             )
 
 

@@ -249,6 +249,8 @@ def test_a_run_is_looked_at_by_its_directory(tmp_path, monkeypatch):
         Run(tmp_path / "no")
     with pytest.raises(ConfigError, match=r"^s3://a/b is a URL, and Run reads a folder"):
         Run("s3://a/b")
+    with pytest.raises(ConfigError, match=r"^https://host/b is a URL"):
+        Run("https://user:pw@host/b?sig=1")
     assert Run(tmp_path).metrics().empty
     assert Run(tmp_path).objective is None
     lines = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 1.0, "val/loss": 1.5}]

@@ -33,6 +33,7 @@ FILES = {
     "experiment/mine": EXPERIMENT,
     "experiment/base": BASE,
     "experiment/plain": "# @package _global_\noptimizer: {lr: 0.01}\n",
+    "experiment/secret": "# @package _global_\nresults: {wandb: {api_key: BBB}}\n",
     "experiment/short": "# @package _global_\ndefaults: [base, {/len: short}, _self_]\n",
     "experiment/bare": "# @package _global_\ndefaults: [base, {/len@trainer: bare}, _self_]\n",
     "experiment/prod": "# @package _global_\ndefaults: [base, {/env@_global_: plain}, _self_]\n",
@@ -92,6 +93,11 @@ def test_an_experiment_wins_over_values_that_the_main_config_sets_before_it(comp
         (main(*AFTER, values=OWN), "mine", r"experiment=mine sets optimizer\.lr=0\.01, and 0\.5 of"),
         (main(*AFTER, "_self_", values="model: {width: 9}"), "mine", r"sets model\.width=5, and 9 of"),
         (main(*AFTER, values="trainer: {precision: fp32}"), "mine", r"sets trainer\.precision=bf16, and fp32 of"),
+        (
+            main(*AFTER, values="results: {wandb: {api_key: CCC}}"),
+            "secret",
+            r"sets results\.wandb\.api_key=\*\*\*, and \*\*\* of .* or type results\.wandb\.api_key=\*\*\*, too",
+        ),
         (main("_self_", "experiment: null", "job"), "plain", r"optimizer\.lr=0\.01, and 0\.05 of"),
         (
             main(*RIGHT, "override transform@data.train.transform: eval"),
