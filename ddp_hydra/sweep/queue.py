@@ -61,11 +61,11 @@ class CachingConfigLoader:
             if len(self.composed) < CHECKED:
                 self.composed[tuple(sweep_overrides)] = self.last
         if not self.has_started and planned_job.is_ours(self.last):
-            added = [word for word in new if word.startswith("+")]
-            if self.last is not before and added:
-                own = [str(key) for key in self.last if key != "hydra"]
-                unknown_keys.check_new(OmegaConf.masked_copy(self.last, own), added)
-            unknown_keys.check_texts(self.last, texts, self.last.hydra.runtime.choices, self.loader.repository)
+            hydra_cfg = self.last.hydra
+            has_new = any(word[0] == "+" or word.partition("=")[0] in hydra_cfg.runtime.choices for word in new)
+            if self.last is not before and (before is None or has_new):
+                unknown_keys.check_new(self.last, hydra_cfg, self.loader)
+            unknown_keys.check_texts(self.last, texts, hydra_cfg.runtime.choices, self.loader.repository)
             for key, _, number in (word.partition("=") for word in new if word not in texts):
                 validate.check_number(key.lstrip("+"), int(number) if number.lstrip("+-").isdigit() else float(number))
         return self.last
