@@ -7,7 +7,7 @@ import copy
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,6 +88,10 @@ class ComposedConfig:
         with open_dict(cfg):
             del cfg["hydra"]
         self.cfg = cfg
+
+    def typed_variables(self) -> Container[str]:
+        """Return the names of the variables that words set, those of a resumed run included, and no file."""
+        return variables_of(list(self._hydra.hydra.overrides.hydra))
 
     def variables(self) -> dict[str, str]:
         """Return the variables of `hydra.job.env_set`, which Hydra sets for a job.
@@ -482,9 +486,10 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str | 
         for name in [] if wait else variables:
             if os.environ.get(name) == variables[name] or not reads_variable(job.cfg, name):
                 continue
-            is_typed = name in variables_of(overrides)
+            is_typed, is_of_run = name in variables_of(overrides), name in job.typed_variables()
+            origin = "" if is_typed else " of the resumed run" if is_of_run else " of the config"
             raise ConfigError(
-                f"wait=False: the config reads {name}, and {ENV_SET}.{name}{'' if is_typed else ' of the resumed run'} "
+                f"wait=False: the config reads {name}, and {ENV_SET}.{name}{origin} "
                 f"would change the environment of this program, which goes on: set os.environ[{name!r}] to its value "
                 f"before, {'' if is_typed else f'give ~{ENV_SET}.{name}, '}or leave out wait=False"
             )

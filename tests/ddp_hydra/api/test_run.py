@@ -190,6 +190,11 @@ def test_a_run_in_the_background_has_variables_of_the_config_that_are_as_they_wo
     with pytest.raises(ConfigError, match=theirs):
         ddp_hydra.run([*again[:1], "hydra.run.dir=d"], wait=False)
     ddp_hydra.run([*again[:1], "hydra.run.dir=d", "~hydra.job.env_set.PLACE"], wait=False).wait()
+    (project / "conf/experiment").mkdir(parents=True, exist_ok=True)
+    of_file = "# @package _global_\nhydra: {job: {env_set: {PLACE: /a}}}\n"
+    (project / "conf/experiment/placed.yaml").write_text(of_file)
+    with pytest.raises(ConfigError, match=r"PLACE of the config would change .*, give ~hydra\.job\.env_set\.PLACE, or"):
+        ddp_hydra.run(["hydra.run.dir=d", reads, "experiment=placed"], wait=False)
 
 
 @pytest.mark.parametrize(
