@@ -27,7 +27,7 @@ from yaml import YAMLError
 from ddp_hydra.config import experiments, redact
 from ddp_hydra.config.checkpoint_config import as_typed
 from ddp_hydra.config.hydra_compat import ENV_COPY, ENV_SET, is_of_options, typed_words, uncopied
-from ddp_hydra.config.references import interpolated, meet
+from ddp_hydra.config.references import is_read, meet
 from ddp_hydra.config.schema import SCHEMAS, TOP, Config, allowed, unresolved
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
@@ -126,7 +126,7 @@ def _inner_mistakes(raw: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
     for group, schema in SCHEMAS.items():
         node, known = raw.get(group), [field.name for field in fields(schema)]  # type: ignore[arg-type]
         for name in node if isinstance(node, dict) else ():  # a config of one's own may lack a group
-            if str(name) not in known and not _is_read(key := f"{group}.{name}", raw):
+            if str(name) not in known and not is_read(key := f"{group}.{name}", raw):
                 yield key, text.unknown(key, known)
 
 
@@ -135,7 +135,7 @@ def _top_mistakes(raw: Mapping[Any, Any], tops: Container[str] = ()) -> Iterator
     known = [field.name for field in fields(Config)]
     for key, value in ((str(key), value) for key, value in raw.items()):
         is_new = key not in known and key != "hydra"
-        if not is_new or not (key in tops or _is_mistake(key, value)) or _is_read(key, raw):
+        if not is_new or not (key in tops or _is_mistake(key, value)) or is_read(key, raw):
             continue
         inside = list(value) if isinstance(value, dict) else []
         others = [] if inside else _keys_named(key)
@@ -175,17 +175,12 @@ def _check_data(raw: Mapping[Any, Any]) -> None:
     as_it_is = {name: (raw.get("sampler") or {}).get(name) for name in ("shuffle", "drop_last")}
     as_it_is["num_workers"] = raw["data"].get("workers") or 0
     for key, value in given.items():
-        if value != as_it_is.get(key) and not _is_read(f"data.{key}", raw):
+        if value != as_it_is.get(key) and not is_read(f"data.{key}", raw):
             raise ConfigError(
                 f"data.{key}={as_typed(value)}: no DataLoader gets it: "
                 f"{OF_DATA_LOADER[key].format(value=as_typed(value))}, and leave data.{key} out; an argument of the "
                 f"data set itself is data.train.{key}"
             )
-
-
-def _is_read(key: str, raw: Any) -> bool:
-    # By itself, with a node around it, or in part. A word that ends with a dot goes on with another value.
-    return any(meet(key, word.rstrip(".")) for word in interpolated(raw))
 
 
 def explain(error: BaseException) -> str | None:
@@ -344,7 +339,7 @@ def _warn_of_unread(cfg: DictConfig, hydra_cfg: Any) -> None:
     for top, value in raw.items():
         inside = [key for key in value if key in TOP] if isinstance(value, dict) else []
         others = [] if isinstance(value, dict) else _keys_named(str(top))
-        if not (inside or others) or top in (*TOP, "hydra") or _is_read(str(top), raw):
+        if not (inside or others) or top in (*TOP, "hydra") or is_read(str(top), raw):
             continue
         if inside:
             log.warning("%s.%s: nothing reads it: %s", top, inside[0], _GLOBAL)
@@ -353,7 +348,7 @@ def _warn_of_unread(cfg: DictConfig, hydra_cfg: Any) -> None:
     for key in _new_keys(hydra_cfg):
         group, _, name = key.partition(".")
         node = cfg.get(group) if name and "." not in name and group not in SCHEMAS else None
-        if not isinstance(node, DictConfig) or "_target_" in node or name in OUR_DATA_KEYS or _is_read(key, raw):
+        if not isinstance(node, DictConfig) or "_target_" in node or name in OUR_DATA_KEYS or is_read(key, raw):
             continue
         if not isinstance(node.get(name), DictConfig):
             others = [str(other) for other in node if other != name]
