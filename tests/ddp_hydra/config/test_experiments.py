@@ -118,6 +118,15 @@ def test_a_main_config_that_wins_over_an_experiment_is_refused(composed, config,
         composed(config, f"experiment={experiment}")
 
 
+@pytest.mark.parametrize(
+    "entry", ["experiment: [base, plain]", "experiment/plain", "/experiment/plain", "experiment@_global_: plain"]
+)
+def test_an_experiment_that_the_main_config_names_otherwise_is_judged_alike(composed, entry):
+    with pytest.raises(ConfigError, match=r"experiment=plain sets optimizer\.lr=0\.01, and 0\.5 of"):
+        composed(main("job", entry, values=OWN))
+    assert composed(main("job", "_self_", entry, values=OWN)).optimizer.lr == 0.01
+
+
 def test_what_is_typed_wins_and_what_is_alike_is_taken(composed):
     assert composed(main(*AFTER, values=OWN), "experiment=mine", "optimizer.lr=3").optimizer.lr == 3
     assert composed(main(*AFTER, values=OWN)).optimizer.lr == 0.5
