@@ -7,7 +7,7 @@ import copy
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +35,7 @@ from ddp_hydra.job.job_config import settings_of_hydra
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.run_dir import HYDRA, has_record, hold, refuse_other_run
 from ddp_hydra.runs.describe import status_of
+from ddp_hydra.storage.base import bare_url
 from ddp_hydra.storage.files import new_folder, write_atomic
 from ddp_hydra.writers.run_dir import locked, read_summary
 
@@ -87,6 +88,10 @@ class ComposedConfig:
         with open_dict(cfg):
             del cfg["hydra"]
         self.cfg = cfg
+
+    def typed_variables(self) -> Container[str]:
+        """Return the names of the variables that words set, those of a resumed run included, and no file."""
+        return variables_of(list(self._hydra.hydra.overrides.hydra))
 
     def variables(self) -> dict[str, str]:
         """Return the variables of `hydra.job.env_set`, which Hydra sets for a job.
@@ -205,7 +210,9 @@ class Run:
 
     def __init__(self, folder: str | Path) -> None:
         if "://" in str(folder):
-            raise ConfigError(f"{folder} is a URL, and Run reads a folder of this machine: copy the run to one")
+            raise ConfigError(
+                f"{bare_url(str(folder))} is a URL, and Run reads a folder of this machine: copy the run to one"
+            )
         self.dir = Path(folder)
         if not self.dir.is_dir():
             raise ConfigError(f"{self.dir} is not a run directory: give one that a run has made, outputs/<date>/<time>")
@@ -481,9 +488,10 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str | 
         for name in [] if wait else variables:
             if os.environ.get(name) == variables[name] or not reads_variable(job.cfg, name):
                 continue
-            is_typed = name in variables_of(overrides)
+            is_typed, is_of_run = name in variables_of(overrides), name in job.typed_variables()
+            origin = "" if is_typed else " of the resumed run" if is_of_run else " of the config"
             raise ConfigError(
-                f"wait=False: the config reads {name}, and {ENV_SET}.{name}{'' if is_typed else ' of the resumed run'} "
+                f"wait=False: the config reads {name}, and {ENV_SET}.{name}{origin} "
                 f"would change the environment of this program, which goes on: set os.environ[{name!r}] to its value "
                 f"before, {'' if is_typed else f'give ~{ENV_SET}.{name}, '}or leave out wait=False"
             )

@@ -178,8 +178,8 @@ def log(metrics: Mapping[str, Any], step: int, *, epoch: float | None = None, sa
         RecordError: a metric is not a number, or this process is not a rank.
         ConfigError: in a job, a name is one of the run's own metrics.
     """
-    if _process.check_names is not None and isinstance(metrics, Mapping):
-        _process.check_names(metrics)
+    if _process.check_names is not None and hasattr(metrics, "items"):
+        _process.check_names([name for name, _ in metrics.items()])
     send_metrics(metrics, step, epoch, samples)
 
 
@@ -250,7 +250,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _numbers(call: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-    if not isinstance(metrics, Mapping):
+    if not hasattr(metrics, "items"):  # a Series of pandas has them, too
         raise _wrong_type(f"{call}(metrics={metrics!r:.40})", "a dict, {'train/loss': 0.3}", metrics)
     return {name: _number(name, value) for name, value in metrics.items()}
 

@@ -438,9 +438,10 @@ def environment_of(
                 continue
             found[name] = str(cfg.hydra.job.env_set[name])
         except OmegaConfBaseException as error:
+            word = text.printable(redact.without([f"{ENV_SET}.{name}={written}"])[0])
             if name in own:
-                raise ConfigError(f"{ENV_SET}.{name}={written}: {schema.why_unresolved(error)}") from None
-            _note_lost_variable(name, f"run={run}: {ENV_SET}.{name}={written} of the run has no value here")
+                raise ConfigError(f"{word}: {schema.why_unresolved(error)}") from None
+            _note_lost_variable(name, f"run={run}: {word} of the run has no value here")
             continue
         if name not in own:
             _note_other_variable(name, written, found[name], run if typed is None else "the run", typed is not None)

@@ -196,7 +196,10 @@ def _has_value(node: DictConfig, key: str) -> bool:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Describe each difference between two stored configs: "optimizer.lr 0.1 -> 0.01"."""
+    """Describe each difference between two stored configs: "optimizer.lr 0.1 -> 0.01".
+
+    A key of the user's own, as `paths.output`, makes one only if something reads it.
+    """
     old, new = dict(redact.leaves(before)), dict(redact.leaves(now))
     keys = [key for key in {**old, **new} if key.partition(".")[0] not in _OF_THE_COMMAND and key not in _LENGTHS]
     # A later version may refer to the same keys by other names.
@@ -204,9 +207,12 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     both = {key: [config.get(key, {}) for config in named] for key in keys}
     # No NaN equals another.
     differing = [key for key, (then, now) in both.items() if then != now and repr(then) != repr(now)]
+    own = [key for key in differing if key.partition(".")[0] not in TOP]
+    unread = [key for key in own if not any(references.is_read(key, config) for config in (before, now))]
     return [
         f"{key} {' -> '.join(as_typed(one[key]) if key in one else '(missing)' for one in (old, new))}"
         for key in differing
+        if key not in unread
     ]
 
 

@@ -5,7 +5,7 @@ Hydra lets the later one win.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -35,11 +35,9 @@ def check(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
     names its experiments last, and can't win, is not asked. What else wins, as a group of the user's own, is right.
     """
     typed, name = typed_words(hydra_cfg), hydra_cfg.job.config_name or "config"
-    lists = tuple(f"{group}=[" for group in GROUPS)  # Hydra's choices hold none
-    is_chosen = any(map(hydra_cfg.runtime.choices.get, GROUPS)) or any(
-        word.lstrip("+").startswith(lists) for word in typed
-    )
-    if not is_chosen or _names_experiments_last(loader.repository.load_config(name)):
+    found = loader.repository.load_config(name)
+    listed = [] if found is None else found.defaults_list
+    if not _is_chosen(hydra_cfg.runtime.choices, typed, listed) or _names_experiments_last(listed):
         return
     found = loader.compute_defaults_list(name, [*typed, *hydra_cfg.overrides.hydra], RunMode.RUN)
     entries = list(_entries(found.defaults_tree))
@@ -79,10 +77,24 @@ def check(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
     _check_values(cfg, {key: pair for key, pair in lost.items() if not any(meet(key, word) for word in set_by_hand)})
 
 
-def _names_experiments_last(main: Any) -> bool:
+def _is_chosen(choices: Mapping[Any, Any], typed: Sequence[str], listed: Sequence[Any]) -> bool:
+    """Return whether an experiment is chosen. Hydra's choices hold no lists of options, and no paths."""
+    lists = tuple(f"{group}=[" for group in GROUPS)
+    is_in_choices = any(option for group, option in choices.items() if str(group).partition("@")[0] in GROUPS)
+    is_typed = any(word.lstrip("+").startswith(lists) for word in typed)
+    others = (entry for entry in listed if not isinstance(getattr(entry, "value", ()), str | None))
+    return is_in_choices or is_typed or not {*GROUPS}.isdisjoint(map(_group_of, others))
+
+
+def _group_of(entry: Any) -> str:
+    """Return the group of an entry of a list of defaults, also of `experiment/mine`."""
+    path = str(getattr(entry, "path", "")).lstrip("/")
+    return str(getattr(entry, "group", path.partition("/")[0])).lstrip("/")
+
+
+def _names_experiments_last(entries: Sequence[Any]) -> bool:
     """Return whether only other experiments follow the first one in the list of defaults of a main config."""
-    entries = [] if main is None else main.defaults_list
-    groups = [str(getattr(entry, "group", "")).lstrip("/") for entry in entries if not entry.is_override()]
+    groups = [_group_of(entry) for entry in entries if not entry.is_override()]
     first = next((number for number, group in enumerate(groups) if group in GROUPS), len(groups))
     has_self = any(entry.is_self() for entry in entries)
     return has_self and first < len(entries) and {*groups[first:]} <= {*GROUPS} and len(groups) == len(entries)
@@ -123,9 +135,10 @@ def _check_values(cfg: DictConfig, values: Mapping[str, tuple[Any, str]]) -> Non
     old, new = dict(redact.leaves(before)), dict(redact.leaves(OmegaConf.to_container(part, enum_to_str=True)))
     for key, (value, by) in values.items():
         if key in new and old.get(key) != new[key]:
+            ours, theirs = (redact.without([f"{key}={as_typed(one)}"])[0] for one in (value, old.get(key)))
             raise ConfigError(
-                f"{by} sets {key}={as_typed(value)}, and {as_typed(old.get(key))} of the main config wins over it: "
-                f"write `- job`, `- _self_` and `- experiment: …` in this order; or type {key}={as_typed(value)}, too"
+                f"{by} sets {ours}, and {theirs.partition('=')[2]} of the main config wins over it: "
+                f"write `- job`, `- _self_` and `- experiment: …` in this order; or type {ours}, too"
             )
 
 

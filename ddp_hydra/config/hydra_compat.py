@@ -99,7 +99,7 @@ def typed_sources(hydra_cfg: Mapping[Any, Any]) -> list[str]:
     set_again = [f"++{ENV_SET}.{name}={text.quoted(str(copied[name]))}" for name in names]
     # A run before may have got these words, too. Else the shell's values would win; a secret is kept nowhere.
     if names or _has_typed_copies(given):
-        secrets = (text.quoted(name) for name in names if copied[name] == HIDDEN and name in os.environ)
+        secrets = (text.quoted(name) for name in names if HIDDEN in str(copied[name]) and name in os.environ)
         set_again.append(f"{ENV_COPY}=[{','.join(secrets)}]")
     return [*words, *set_again, *filter(sets_variables, given)]
 
@@ -138,18 +138,15 @@ def reads_variable(config: DictConfig, name: str) -> bool:
     return re.search(rf"\$\{{oc\.env:\s*{re.escape(name)}\b", own) is not None
 
 
-def typed_variables(hydra_cfg: Mapping[Any, Any]) -> dict[str, str]:
-    """Return the variables that were typed for a job, with their values as they are written.
+def variables_set(hydra_cfg: Mapping[Any, Any]) -> dict[str, str]:
+    """Return the variables of `ENV_SET`, those of `ENV_COPY` included, with their values as they are written.
 
     Args:
         hydra_cfg: as for `typed_sources`.
     """
     job = found if isinstance(found := hydra_cfg.get("job"), dict) else {}
     given = found if isinstance(found := job.get("env_set"), dict) else {}
-    words = _typed_for_hydra(hydra_cfg)
-    copies = job.get("env_copy") if _has_typed_copies(words) else None
-    names = {*variables_of(words), *(map(str, copies) if isinstance(copies, list) else ())}
-    return {str(name): str(value) for name, value in given.items() if name in names}
+    return {str(name): str(value) for name, value in given.items()}
 
 
 def variables_of_job(job: Any) -> dict[str, str]:

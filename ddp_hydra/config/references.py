@@ -87,6 +87,11 @@ def meet(key: str, other: str) -> bool:
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
+def is_read(key: str, config: Any) -> bool:
+    """Return whether interpolations read a key: by itself, with a node around it, or in part."""
+    return any(meet(key, word.rstrip(".")) for word in interpolated(config))  # a word goes on with another value
+
+
 def with_full_names(config: Any, inside: tuple[type, ...] = (Mapping,)) -> Iterator[tuple[str, Any]]:
     """Yield the values of a config, each by its key, as `redact.leaves` does, with full names in interpolations."""
     known = _keys(config)

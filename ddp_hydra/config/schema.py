@@ -240,7 +240,8 @@ def unresolved(error: InterpolationResolutionError) -> str:
     """Return a sentence that says which interpolation of a config has no value, and why."""
     node = error.parent_node
     raw = dict(redact.leaves(OmegaConf.to_container(node._get_root()))) if node is not None else {}
-    return f"{error.full_key}={raw.get(str(error.full_key), '')}: {why_unresolved(error)}"
+    word = redact.without([f"{error.full_key}={raw.get(str(error.full_key), '')}"])[0]
+    return f"{word}: {why_unresolved(error)}"
 
 
 def why_unresolved(error: OmegaConfBaseException) -> str:

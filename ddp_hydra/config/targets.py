@@ -283,7 +283,7 @@ def _number_texts(node: DictConfig) -> list[str]:
     """Return the arguments that are texts, and read like numbers: ["lr='0.1'"]."""
     found: list[str] = []
     for key, value in node.items():
-        if isinstance(value, str):
+        if isinstance(value, str) and not redact.named_secret(str(key)):
             with contextlib.suppress(ValueError):
                 float(value)
                 found.append(f"{key!s}={value!r}")

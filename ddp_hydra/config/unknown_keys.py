@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,15 @@ from yaml import YAMLError
 from ddp_hydra.config import experiments, redact
 from ddp_hydra.config.checkpoint_config import as_typed
 from ddp_hydra.config.hydra_compat import ENV_COPY, ENV_SET, is_of_options, typed_words, uncopied
-from ddp_hydra.config.references import interpolated, meet
+from ddp_hydra.config.references import is_read, meet
 from ddp_hydra.config.schema import SCHEMAS, TOP, Config, allowed, unresolved
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
 _USUAL = ("optimizer.lr", "optimizer.weight_decay", "data.batch_size", "data.workers", "cluster.n_workers", "seed")
 """Keys that no schema has, and that options of other programs mean."""
+_MEANT = (*_USUAL, "trainer.epochs", "trainer.max_steps")
+"""Keys that a value of the same name at the top of a file is meant for."""
 
 
 def values_of_option(repository: Any, path: str) -> dict[str, Any]:
@@ -57,6 +60,7 @@ def values_of_option(repository: Any, path: str) -> dict[str, Any]:
 
 log = logging.getLogger(__name__)
 _GLOBAL = "a file that sets keys of other groups needs the line `# @package _global_` at its top"
+_NOT_OVERRIDDEN = re.compile(rf"In '(.+?)': Could not override '([^'@]*)@({'|'.join(experiments.GROUPS)})\b")
 _MERGING = "Error merging override "
 _MERGING_FILE = re.compile(r"In '(.+?)': \w+ raised while composing config:\n")
 OF_DATA_LOADER = {
@@ -77,8 +81,9 @@ OUR_DATA_KEYS = ("name", "batch_size", "global_batch", "train", "val", "prefetch
 
 def check(cfg: DictConfig) -> None:
     """Refuse keys that no schema has, arguments that nothing passes on, and nodes without a `_target_`."""
-    check_new(cfg)
     raw: Any = OmegaConf.to_container(cfg)
+    for _, said in _inner_mistakes(raw):  # keys at the top were judged with Hydra's part, which may read them
+        raise ConfigError(said)
     _check_data(raw)
     nodes = [("metrics", key, value) for key, value in (raw.get("metrics") or {}).items()]
     nodes += [("callbacks", key, value) for key, value in (raw.get("callbacks") or {}).items() if value is not None]
@@ -97,42 +102,61 @@ def check(cfg: DictConfig) -> None:
             raise ConfigError(f"{group}.{key}={value}: a _target_ is missing: give {given}")
 
 
-def check_new(cfg: DictConfig, typed: Iterable[str] = ()) -> None:
-    """Refuse keys that no schema has and nothing reads: Hydra accepts them after `+`, and at the top in files.
+def check_new(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
+    """Refuse new keys that nothing reads, in schemas and at the top: Hydra accepts them after `+` and in files.
 
-    Args:
-        typed: words with `+`. What a file has at the top is a mistake only where it is like a known key.
+    What files alone have at the top is a mistake only where it is like a known key.
     """
-    for _, said in _mistakes(cfg, typed):
-        raise ConfigError(said)
+    raw, tops = _with_hydra(cfg, hydra_cfg), {key.partition(".")[0] for key in _new_keys(hydra_cfg)}
+    for key, said in (*_inner_mistakes(raw), *_top_mistakes(raw), *_top_mistakes(raw, tops)):
+        place = _place(key, hydra_cfg, loader)
+        if key in tops and place and not _is_mistake(key, raw[key]):
+            continue  # what is typed adds to a node of a file
+        raise ConfigError(f"{place}{said}")
 
 
-def _mistakes(cfg: DictConfig, typed: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
-    """Yield new keys that are mistakes, each with its sentence."""
-    tops = {word.lstrip("+").partition("=")[0].partition(".")[0] for word in typed}
-    raw = _without_help(cfg)
-    for prefix, node, schema in [("", raw, Config), *((f"{name}.", raw[name], SCHEMAS[name]) for name in SCHEMAS)]:
-        known = [field.name for field in fields(schema)]  # type: ignore[arg-type]
-        for name, value in node.items():
-            key = f"{prefix}{name}"
-            if str(name) in known or key == "hydra":
-                continue
-            inside = list(value) if isinstance(value, dict) else []
-            others = [] if prefix or inside else _keys_named(key)
-            is_mistake = prefix or key in (*tops, *experiments.GROUPS) or others or text.meant(key, known)
-            if not is_mistake or _is_read(key, raw):
-                continue
-            said = _did_you_mean(key, others) if others else text.unknown(key, known)
-            if key in experiments.GROUPS and inside:
-                said = f"{key}.{inside[0]}: nothing reads it: {_GLOBAL}"
-            yield key, said
+def _new_keys(hydra_cfg: Any) -> list[str]:
+    """Return the keys that are typed with `+`, without groups, whose options are chosen."""
+    new = [word.partition("=")[0].lstrip("+") for word in typed_words(hydra_cfg) if word.startswith("+")]
+    return [key for key in new if key not in hydra_cfg.runtime.choices]
 
 
-def _without_help(cfg: DictConfig) -> dict[str, Any]:
-    """Return a config without Hydra's texts of help, which name keys and options beside interpolations."""
+def _inner_mistakes(raw: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+    """Yield new keys of groups that have a schema, each with a sentence."""
+    for group, schema in SCHEMAS.items():
+        node, known = raw.get(group), [field.name for field in fields(schema)]  # type: ignore[arg-type]
+        for name in node if isinstance(node, dict) else ():  # a config of one's own may lack a group
+            if str(name) not in known and not is_read(key := f"{group}.{name}", raw):
+                yield key, text.unknown(key, known)
+
+
+def _top_mistakes(raw: Mapping[Any, Any], tops: Container[str] = ()) -> Iterator[tuple[str, str]]:
+    """Yield new keys at the top that are mistakes, or in `tops`, each with a sentence."""
+    known = [field.name for field in fields(Config)]
+    for key, value in ((str(key), value) for key, value in raw.items()):
+        is_new = key not in known and key != "hydra"
+        if not is_new or not (key in tops or _is_mistake(key, value)) or is_read(key, raw):
+            continue
+        inside = list(value) if isinstance(value, dict) else []
+        others = [] if inside else _keys_named(key)
+        said = _did_you_mean(key, others) if others else text.unknown(key, known)
+        if key in experiments.GROUPS and isinstance(value, dict):
+            said = f"{'.'.join((key, *map(str, inside[:1])))}: nothing reads it: {_GLOBAL}"
+        yield key, said
+
+
+def _is_mistake(key: str, value: Any) -> bool:
+    """Return whether a key at the top of a file is misspelt, belongs into a group, or shows that a package lacks."""
+    is_misspelt = len(key) > 4 and difflib.get_close_matches(key, [field.name for field in fields(Config)], 1, 0.88)
+    is_of_group = not (isinstance(value, dict) and value) and {*_keys_named(key)} & {*_MEANT}
+    return bool(is_misspelt or is_of_group) or key in experiments.GROUPS
+
+
+def _with_hydra(cfg: DictConfig, hydra_cfg: Any) -> dict[str, Any]:
+    """Return a config with Hydra's part, but for its texts of help: they name keys and options by interpolations."""
     raw: Any = OmegaConf.to_container(cfg)
-    hydra_cfg = raw.pop("hydra", {})
-    return {**raw, "hydra": {key: value for key, value in hydra_cfg.items() if key not in ("help", "hydra_help")}}
+    own: Any = OmegaConf.to_container(hydra_cfg)
+    return {**raw, "hydra": {key: value for key, value in own.items() if key not in ("help", "hydra_help")}}
 
 
 def _keys_named(name: str) -> list[str]:
@@ -151,17 +175,12 @@ def _check_data(raw: Mapping[Any, Any]) -> None:
     as_it_is = {name: (raw.get("sampler") or {}).get(name) for name in ("shuffle", "drop_last")}
     as_it_is["num_workers"] = raw["data"].get("workers") or 0
     for key, value in given.items():
-        if value != as_it_is.get(key) and not _is_read(f"data.{key}", raw):
+        if value != as_it_is.get(key) and not is_read(f"data.{key}", raw):
             raise ConfigError(
                 f"data.{key}={as_typed(value)}: no DataLoader gets it: "
                 f"{OF_DATA_LOADER[key].format(value=as_typed(value))}, and leave data.{key} out; an argument of the "
                 f"data set itself is data.train.{key}"
             )
-
-
-def _is_read(key: str, raw: Any) -> bool:
-    # By itself, with a node around it, or in part. A word that ends with a dot goes on with another value.
-    return any(meet(key, word.rstrip(".")) for word in interpolated(raw))
 
 
 def explain(error: BaseException, can_sweep: bool = True) -> str | None:
@@ -178,6 +197,8 @@ def explain(error: BaseException, can_sweep: bool = True) -> str | None:
         if said is None and isinstance(cause, OmegaConfBaseException):
             said = ": ".join(filter(None, (str(cause.full_key or ""), _first_line(cause))))
         return said and f"{in_file[1]}.yaml: {said}"
+    if isinstance(error, ConfigCompositionException) and (lost := _NOT_OVERRIDDEN.match(typed)):
+        return f"{lost[1]}.yaml: `override /{lost[2]}` finds nothing in {lost[3]}: {_GLOBAL}"
     if variable := uncopied(error):
         advice = f"type {variable}=<value> in front of the command, or leave it out of {ENV_COPY}"
         return f"{ENV_COPY}: {variable} is not set: {advice}"
@@ -269,14 +290,13 @@ def _no_option(error: MissingConfigException) -> str:
 
 
 def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
-    """Refuse texts in the place of numbers and booleans, and experiments that lose; warn of new keys."""
+    """Refuse keys that nothing reads, texts for numbers and booleans, two sizes of a batch, and experiments that lose.
+
+    Warn of new keys whose place is the user's own.
+    """
     typed, repository = typed_words(hydra_cfg), getattr(loader, "repository", None)
-    choices = hydra_cfg.runtime.choices
-    new = [word.partition("=")[0].lstrip("+") for word in typed if word.startswith("+")]
-    new = [key for key in new if key not in choices]
-    for key, said in _mistakes(cfg, new):
-        raise ConfigError(f"{_place(key, hydra_cfg, loader) if repository is not None else ''}{said}")
-    _warn_of_unread(cfg, new)
+    check_new(cfg, hydra_cfg, loader)
+    _warn_of_unread(cfg, hydra_cfg)
     sizes = [word for word in typed if word.lstrip("+").startswith("data.batch_size=")]
     both = [OmegaConf.select(cfg, f"data.{key}") for key in ("batch_size", "global_batch")]
     if sizes and None not in both:
@@ -285,11 +305,13 @@ def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
         )
     if repository is not None:
         experiments.check(cfg, hydra_cfg, loader)
-        check_texts(cfg, typed, choices, repository)
+        check_texts(cfg, typed, hydra_cfg.runtime.choices, repository)
 
 
 def _place(key: str, hydra_cfg: Any, loader: Any) -> str:
     """Return the file that sets a key, `experiment/mine.yaml: `, if one does."""
+    if getattr(loader, "repository", None) is None:
+        return ""
     words = [*typed_words(hydra_cfg), *hydra_cfg.overrides.hydra]
     found = loader.compute_defaults_list(hydra_cfg.job.config_name, words, RunMode.RUN)
     for default in reversed(found.defaults):
@@ -297,7 +319,7 @@ def _place(key: str, hydra_cfg: Any, loader: Any) -> str:
         if config is None:
             continue
         content, prefix = OmegaConf.to_container(config.config), f"{default.package}." if default.package else ""
-        if any(meet(key, own) for own, _ in redact.leaves(content, prefix)):
+        if key == default.package or any(meet(key, own) for own, _ in redact.leaves(content, prefix)):
             return f"{default.config_path}.yaml: "
     return ""
 
@@ -320,17 +342,22 @@ def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any
             raise ConfigError(f"{key}={value}: give {kind}; {group}={choices[group]} has {str(usual).lower()}")
 
 
-def _warn_of_unread(cfg: DictConfig, new: Iterable[str]) -> None:
+def _warn_of_unread(cfg: DictConfig, hydra_cfg: Any) -> None:
     """Warn of new keys that are neither arguments of a `_target_` nor used by an interpolation."""
-    raw = _without_help(cfg)
+    raw = _with_hydra(cfg, hydra_cfg)
     for top, value in raw.items():
         inside = [key for key in value if key in TOP] if isinstance(value, dict) else []
-        if inside and top not in (*TOP, "hydra") and not _is_read(str(top), raw):
+        others = [] if isinstance(value, dict) else _keys_named(str(top))
+        if not (inside or others) or top in (*TOP, "hydra") or is_read(str(top), raw):
+            continue
+        if inside:
             log.warning("%s.%s: nothing reads it: %s", top, inside[0], _GLOBAL)
-    for key in new:
+        else:
+            log.warning("%s: nothing reads it: did you mean %s?", top, " or ".join(others))
+    for key in _new_keys(hydra_cfg):
         group, _, name = key.partition(".")
         node = cfg.get(group) if name and "." not in name and group not in SCHEMAS else None
-        if not isinstance(node, DictConfig) or "_target_" in node or name in OUR_DATA_KEYS or _is_read(key, raw):
+        if not isinstance(node, DictConfig) or "_target_" in node or name in OUR_DATA_KEYS or is_read(key, raw):
             continue
         if name in node and not isinstance(node.get(name), DictConfig):
             others = [str(other) for other in node if other != name]

@@ -27,7 +27,7 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connect import is_inline
 from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.config import project, redact, unknown_keys
-from ddp_hydra.config.hydra_compat import ENV_SET, reads_variable, typed_variables, typed_words
+from ddp_hydra.config.hydra_compat import ENV_SET, reads_variable, sets_variables, typed_words, variables_set
 from ddp_hydra.console.text import message_of, traceback_of
 from ddp_hydra.errors import ConfigError, DdpHydraError, SweepFailed
 from ddp_hydra.storage.manifest import FOLDER, NAME, has_checkpoint
@@ -179,8 +179,11 @@ def in_order(overrides: Sequence[str]) -> list[str]:
 
 
 def variables_read(hydra_cfg: Mapping[Any, Any], config: DictConfig) -> list[str]:
-    """Return the variables that were typed for a job and that its config reads, as words, but no secrets."""
-    variables = typed_variables(hydra_cfg).items()
+    """Return the variables that Hydra sets for a job and that its config reads, as words, but no secrets.
+
+    Whether they were typed makes no difference: a sweep that goes on types again what a file has let Hydra copy.
+    """
+    variables = variables_set(hydra_cfg).items()
     words = [f"{ENV_SET}.{name}={value}" for name, value in variables if reads_variable(config, name)]
     return [word for word in words if redact.HIDDEN not in redact.without([word])[0]]
 
@@ -196,10 +199,13 @@ def take_over_folder(planned: PlannedJob) -> None:
     if not saved.is_file():
         return
     overrides = redact.without(OmegaConf.to_container(OmegaConf.load(saved)))  # other apps save theirs as typed
+    own = [word for word in planned.row.overrides if not sets_variables(word)]
     with contextlib.suppress(OSError):  # without it, only the overrides tell
         hydra_cfg: Any = OmegaConf.to_container(OmegaConf.load(saved.with_name("hydra.yaml")))
         overrides += variables_read(hydra_cfg["hydra"], planned.config)
-    if in_order(overrides) != in_order(planned.row.overrides):
+        now: Any = OmegaConf.to_container(planned.config.get("hydra") or OmegaConf.create({}))
+        own += variables_read(now, planned.config)  # a row lacks them if only an experiment sets variables
+    if in_order(overrides) != in_order(own):
         raise ConfigError(
             f"{planned.folder} has results of another job ({' '.join(overrides)}): give another hydra.sweep.dir"
         )

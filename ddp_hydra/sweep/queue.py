@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.config import hydra_compat, redact, references, unknown_keys, validate
-from ddp_hydra.config.hydra_compat import parse_override, typed_variables, typed_words
+from ddp_hydra.config.hydra_compat import parse_override, typed_words, variables_set
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
@@ -61,11 +61,11 @@ class CachingConfigLoader:
             if len(self.composed) < CHECKED:
                 self.composed[tuple(sweep_overrides)] = self.last
         if not self.has_started and planned_job.is_ours(self.last):
-            added = [word for word in new if word.startswith("+")]
-            if self.last is not before and added:
-                own = [str(key) for key in self.last if key != "hydra"]
-                unknown_keys.check_new(OmegaConf.masked_copy(self.last, own), added)
-            unknown_keys.check_texts(self.last, texts, self.last.hydra.runtime.choices, self.loader.repository)
+            hydra_cfg = self.last.hydra
+            has_new = any(word[0] == "+" or word.partition("=")[0] in hydra_cfg.runtime.choices for word in new)
+            if self.last is not before and (before is None or has_new):
+                unknown_keys.check_new(self.last, hydra_cfg, self.loader)
+            unknown_keys.check_texts(self.last, texts, hydra_cfg.runtime.choices, self.loader.repository)
             for key, _, number in (word.partition("=") for word in new if word not in texts):
                 validate.check_number(key.lstrip("+"), int(number) if number.lstrip("+-").isdigit() else float(number))
         return self.last
@@ -200,8 +200,10 @@ class JobQueue:
         """Return, as words, the variables that the sweep was given and that the config of a job reads."""
         hydra_cfg: Any = OmegaConf.to_container(self.config.get("hydra") or OmegaConf.create({}))
         with suppress(DdpHydraError, HydraException, OmegaConfBaseException):  # said where it is composed
-            if typed_variables(hydra_cfg):
-                return planned_job.variables_read(hydra_cfg, self.loader.compose(self.config, overrides))
+            if variables_set(hydra_cfg):
+                config = self.loader.compose(self.config, overrides)
+                of_job: Any = OmegaConf.to_container(config.hydra)
+                return planned_job.variables_read(of_job, config)
         return []
 
     def shared_keys(self, job: PlannedJob) -> list[str]:

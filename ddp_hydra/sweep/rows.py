@@ -50,7 +50,7 @@ class JobRow:
 
     Args:
         number: Hydra's `hydra.job.num`.
-        overrides: the job's own, as typed, without secrets, and the variables that were typed and that its config
+        overrides: the job's own, as typed, without secrets, and the variables of `hydra.job.env_set` that its config
             reads.
         folder: its run directory, in the sweep's folder.
         objective: the last value of the metric that jobs are compared by.

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -231,6 +232,13 @@ def test_values_of_another_type_are_refused_with_what_a_call_takes(send, said, s
     with pytest.raises(RecordError, match=said):
         send()
     assert sent == []
+
+
+def test_a_series_of_pandas_is_logged_by_its_names(sent):
+    checked: list[str] = []
+    results.reserve(checked.extend)
+    results.log(pd.Series({"a": 1.0, "b": 2.0}), 1)
+    assert (checked, sent[0].data.metrics) == (["a", "b"], {"a": 1.0, "b": 2.0})
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,11 @@ def test_a_run_in_the_background_has_variables_of_the_config_that_are_as_they_wo
     with pytest.raises(ConfigError, match=theirs):
         ddp_hydra.run([*again[:1], "hydra.run.dir=d"], wait=False)
     ddp_hydra.run([*again[:1], "hydra.run.dir=d", "~hydra.job.env_set.PLACE"], wait=False).wait()
+    (project / "conf/experiment").mkdir(parents=True, exist_ok=True)
+    of_file = "# @package _global_\nhydra: {job: {env_set: {PLACE: /a}}}\n"
+    (project / "conf/experiment/placed.yaml").write_text(of_file)
+    with pytest.raises(ConfigError, match=r"PLACE of the config would change .*, give ~hydra\.job\.env_set\.PLACE, or"):
+        ddp_hydra.run(["hydra.run.dir=d", reads, "experiment=placed"], wait=False)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +255,8 @@ def test_a_run_is_looked_at_by_its_directory(tmp_path, monkeypatch):
         Run(tmp_path / "no")
     with pytest.raises(ConfigError, match=r"^s3://a/b is a URL, and Run reads a folder"):
         Run("s3://a/b")
+    with pytest.raises(ConfigError, match=r"^https://host/b is a URL"):
+        Run("https://user:pw@host/b?sig=1")
     assert Run(tmp_path).metrics().empty
     assert Run(tmp_path).objective is None
     lines = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 1.0, "val/loss": 1.5}]

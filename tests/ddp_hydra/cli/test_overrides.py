@@ -308,9 +308,10 @@ def test_a_resumed_run_has_its_variables_and_those_typed_now_win(run, capsys, mo
 
 
 def test_variables_that_hydra_has_copied_for_a_run_are_taken_again_as_they_were(monkeypatch):
-    job = {"env_copy": ["A", "MISSING", "TOKEN"], "env_set": {"A": "${x}/3", "B": "2", "TOKEN": "***"}}
+    secret = "postgres://***@h/db"
+    job = {"env_copy": ["A", "MISSING", "TOKEN"], "env_set": {"A": "${x}/3", "B": "2", "TOKEN": secret}}
     saved = {"job": job, "overrides": {"hydra": ["hydra.verbose=true", "+hydra.job.env_set.B=2"]}}
-    copied = [r'++hydra.job.env_set.A="\${x}/3"', '++hydra.job.env_set.TOKEN="***"']
+    copied = [r'++hydra.job.env_set.A="\${x}/3"', f"++hydra.job.env_set.TOKEN={text.quoted(secret)}"]
     assert typed_sources(saved) == [*copied, "hydra.job.env_copy=[]", "+hydra.job.env_set.B=2"]
     monkeypatch.setenv("TOKEN", "t")
     assert typed_sources(saved) == [*copied, "hydra.job.env_copy=[TOKEN]", "+hydra.job.env_set.B=2"]
@@ -464,11 +465,19 @@ def test_a_variable_that_is_no_text_is_refused(rest):
     assert typed.without_variables(['hydra.job.env_set.A="[1,2]"'])[0] == []
 
 
-def test_a_variable_that_is_typed_needs_its_value(run, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("A", "${oc.env:NO_SUCH}", "${oc.env:NO_SUCH}"),
+        ("TOKEN", "abc${oc.env:NO_SUCH}", "***"),
+        ("URL", "s3://u:pw@h/${oc.env:NO_SUCH}", "s3://***@h/${oc.env:NO_SUCH}"),
+    ],
+)
+def test_a_variable_that_is_typed_needs_its_value(run, monkeypatch, name, value, shown):
     monkeypatch.delenv("NO_SUCH", raising=False)
-    said = r"^hydra\.job\.env_set\.A=\$\{oc\.env:NO_SUCH\}: Environment variable 'NO_SUCH' not found$"
+    said = f"^{re.escape(f'hydra.job.env_set.{name}={shown}')}: Environment variable 'NO_SUCH' not found$"
     with pytest.raises(ConfigError, match=said):
-        typed.environment_of(str(run), typed=["hydra.job.env_set.A=${oc.env:NO_SUCH}"])
+        typed.environment_of(str(run), typed=[f"hydra.job.env_set.{name}={value}"])
 
 
 @pytest.mark.parametrize("content", ["hydra: [", "- 1", "hydra: {job: {env_set: {A: '${'}}}", None])

@@ -199,6 +199,11 @@ def test_not_a_number_is_no_other_value_than_not_a_number():
     assert checkpoint_config.changes(before, {"data": {**now["data"], "fill": 1}}) == ["data.fill nan -> 1"]
 
 
+def test_a_key_of_ones_own_that_nothing_reads_makes_no_difference():
+    before, now = ({"paths": {"out": place, "data": place}, "data": {"bucket": "${paths.data}"}} for place in "ab")
+    assert checkpoint_config.changes(before, now) == ["paths.data a -> b"]
+
+
 def test_an_empty_group_is_as_good_as_none():
     assert checkpoint_config.changes({"mix": {}, "seed": 1}, {"seed": 1}) == []
     assert checkpoint_config.changes({"mix": {"alpha": 1}}, {"mix": {}}) == ["mix.alpha 1 -> (missing)"]

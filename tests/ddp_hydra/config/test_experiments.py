@@ -33,6 +33,7 @@ FILES = {
     "experiment/mine": EXPERIMENT,
     "experiment/base": BASE,
     "experiment/plain": "# @package _global_\noptimizer: {lr: 0.01}\n",
+    "experiment/secret": "# @package _global_\nresults: {wandb: {api_key: BBB}}\n",
     "experiment/short": "# @package _global_\ndefaults: [base, {/len: short}, _self_]\n",
     "experiment/bare": "# @package _global_\ndefaults: [base, {/len@trainer: bare}, _self_]\n",
     "experiment/prod": "# @package _global_\ndefaults: [base, {/env@_global_: plain}, _self_]\n",
@@ -92,6 +93,11 @@ def test_an_experiment_wins_over_values_that_the_main_config_sets_before_it(comp
         (main(*AFTER, values=OWN), "mine", r"experiment=mine sets optimizer\.lr=0\.01, and 0\.5 of"),
         (main(*AFTER, "_self_", values="model: {width: 9}"), "mine", r"sets model\.width=5, and 9 of"),
         (main(*AFTER, values="trainer: {precision: fp32}"), "mine", r"sets trainer\.precision=bf16, and fp32 of"),
+        (
+            main(*AFTER, values="results: {wandb: {api_key: CCC}}"),
+            "secret",
+            r"sets results\.wandb\.api_key=\*\*\*, and \*\*\* of .* or type results\.wandb\.api_key=\*\*\*, too",
+        ),
         (main("_self_", "experiment: null", "job"), "plain", r"optimizer\.lr=0\.01, and 0\.05 of"),
         (
             main(*RIGHT, "override transform@data.train.transform: eval"),
@@ -110,6 +116,15 @@ def test_an_experiment_wins_over_values_that_the_main_config_sets_before_it(comp
 def test_a_main_config_that_wins_over_an_experiment_is_refused(composed, config, experiment, said):
     with pytest.raises(ConfigError, match=said):
         composed(config, f"experiment={experiment}")
+
+
+@pytest.mark.parametrize(
+    "entry", ["experiment: [base, plain]", "experiment/plain", "/experiment/plain", "experiment@_global_: plain"]
+)
+def test_an_experiment_that_the_main_config_names_otherwise_is_judged_alike(composed, entry):
+    with pytest.raises(ConfigError, match=r"experiment=plain sets optimizer\.lr=0\.01, and 0\.5 of"):
+        composed(main("job", entry, values=OWN))
+    assert composed(main("job", "_self_", entry, values=OWN)).optimizer.lr == 0.01
 
 
 def test_what_is_typed_wins_and_what_is_alike_is_taken(composed):

@@ -77,6 +77,10 @@ TRAINER = "there is no such key: did you mean trainer.epochs? The keys of traine
         ),
         ("optimiser: {lr: 3}", "experiment/mine.yaml: optimiser: there is no such key: did you mean optimizer?"),
         ("trainers: {epochs: 3}", "experiment/mine.yaml: trainers: there is no such key: did you mean trainer?"),
+        *(
+            (f"{name}: {{lr: 3}}", f"experiment/mine.yaml: {name}: there is no such key: did you mean {key}?")
+            for name, key in (("trainerr", "trainer"), ("schedulerr", "scheduler"), ("model_", "model"))
+        ),
         ("epochs: 3", "experiment/mine.yaml: epochs: there is no such key: did you mean trainer.epochs?"),
     ],
 )
@@ -96,11 +100,57 @@ def test_what_nothing_reads_without_its_package_is_told(composed, caplog):
     assert caplog.messages == [f"env.{said} at its top"]
 
 
+def test_a_known_key_may_be_meant(composed):
+    with pytest.raises(
+        ConfigError, match=r"^sede: there is no such key: did you mean seed\? The keys are cluster, data"
+    ):
+        composed({}, "+sede=3")
+
+
 @pytest.mark.parametrize("word", ["+mine=3", "+mine.a=3"])
 def test_a_new_key_that_is_typed_has_to_be_read(composed, word):
     with pytest.raises(ConfigError, match=r"^mine: there is no such key; the keys are cluster, data"):
         composed({}, word)
     unknown_keys.check(composed({}, word, f"data.bucket=${{{word[1:-2]}}}"))
+
+
+def test_names_that_are_no_misspellings_are_taken(composed, caplog):
+    names = ("user", "logs", "dataset", "date", "mode", "module", "samples", "train")
+    own = "".join(f"{name}: {{a: 1}}\n" for name in names).replace("train: {a: 1}", "train: true")
+    with caplog.at_level(logging.WARNING):
+        cfg = composed({"config": f"{MAIN}{own}root: /x\ndevice: cpu\nprecision: 16\n"})
+    unknown_keys.check(cfg)
+    others = (("root", "results.root"), ("device", "trainer.device"), ("precision", "trainer.precision"))
+    assert caplog.messages == [f"{name}: nothing reads it: did you mean {key}?" for name, key in others]
+
+
+def test_a_node_that_only_hydra_reads_is_taken(composed):
+    unknown_keys.check(
+        composed({"config": f"{MAIN}optimiser: {{dir: /x}}\nhydra: {{run: {{dir: '${{optimiser.dir}}'}}}}\n"})
+    )
+
+
+def test_what_is_typed_adds_to_a_node_of_a_file(composed, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert composed({}, "+paths=default", "+paths.more=2").paths.more == 2
+    assert caplog.messages == ["paths.more: nothing reads it"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("defaults: [override /model: resnet18]", "`override /model` finds nothing in experiment"),
+        ("# later", "experiment: nothing reads it"),
+    ],
+)
+def test_an_experiment_without_its_package_is_told(composed, content, said):
+    with pytest.raises(ConfigError, match=f"^experiment/mine.yaml: {said}: a file that sets keys of"):
+        composed({"experiment/mine": f"{content}\n"}, "experiment=mine")
+
+
+def test_a_main_config_of_ones_own_may_lack_groups(composed):
+    assert composed({"config": "defaults: [cluster: inline, _self_]\ndata: {bucket: a}\nparts: 1\n"}).parts == 1
+    assert "objective" not in composed({}, "~objective")
 
 
 @pytest.mark.parametrize("words", [["+env=copies"], ["hydra.job.env_copy=[NO_SUCH]"]])

@@ -134,3 +134,5 @@ def test_a_text_that_reads_like_a_number_is_told():
     node = OmegaConf.create({"_target_": "torch.nn.Linear", "in_features": "4", "out_features": 2})
     with pytest.raises(ConfigError, match=r"in_features='4' is a text: give a number, or \"\$\{oc\.decode:"):
         targets.make(node)
+    secret = OmegaConf.create({"_target_": "builtins.dict", "api_key": "123456"})
+    assert targets.reason_of(TypeError("not a str"), secret) == "not a str"

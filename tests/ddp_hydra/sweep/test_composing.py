@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -166,6 +168,36 @@ def test_a_new_key_that_no_job_can_have_is_refused_before_the_first_job(ours, wo
         loader.load_sweep_config(master, [word])
     loader.take(master, ["seed=1"])
     loader.load_sweep_config(master, [word.replace("1", "2")])  # a sweeper's later batch
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "said"),
+    [
+        ("optimiser: {lr: 1}", ["seed=1"], "^config.yaml: optimiser: there is no such key: did you mean optimizer"),
+        ("", ["seed=1", "experiment=mine"], "^experiment/mine.yaml: optimiser: there is no such key"),
+        ("", ["+extras=default", "+extras.b=1", "seed=1"], None),
+        ("logs: {dir: x}\nhydra: {sweep: {dir: '${logs.dir}'}}", ["seed=1"], None),
+    ],
+)
+def test_mistakes_in_files_are_refused_before_the_first_job(tmp_path, monkeypatch, main, words, said):
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(tmp_path))
+    files = {
+        "config": f"defaults: [job, _self_, experiment: null]\n{main}\n",
+        "experiment/mine": "# @package _global_\noptimiser: {lr: 1}\n",
+        "extras/default": "a: 1\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "conf" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    schema.register()
+    with layered() as folder, initialize_config_dir(str(folder), job_name="ddp_hydra", **VERSION_BASE):
+        hydras = GlobalHydra.instance().config_loader()
+        loader, master = queue.CachingConfigLoader(hydras), hydras.load_configuration("config", [], RunMode.MULTIRUN)
+        if "experiment=mine" in words:
+            loader.load_sweep_config(master, ["seed=1"])
+        with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+            loader.load_sweep_config(master, words)
 
 
 def test_what_was_composed_to_be_checked_is_not_composed_again(real):

@@ -95,6 +95,20 @@ def test_a_job_that_had_started_and_was_not_noted_goes_on(tmp_path):
     assert job.config.resume == str(tmp_path)
 
 
+def test_a_job_with_other_variables_is_another_one(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- lr=1\n")
+    job, of_experiment = planned(tmp_path), "hydra: {job: {env_set: {DATA: /a, TOKEN: '***'}}}\n"
+    (tmp_path / ".hydra" / "hydra.yaml").write_text(of_experiment)
+    job.row.overrides = ["lr=1"]  # the sweep itself sets none
+    job.config = OmegaConf.merge({"reads": ["${oc.env:DATA}", "${oc.env:TOKEN}"]}, OmegaConf.create(of_experiment))
+    job.config.hydra.job.env_set.TOKEN = "t"
+    planned_job.take_over_folder(job)
+    job.config.hydra.job.env_set.DATA = "/b"
+    with pytest.raises(ConfigError, match=r"another job \(lr=1 hydra.job.env_set.DATA=/a\)"):
+        planned_job.take_over_folder(job)
+
+
 def test_the_secrets_of_an_app_of_others_are_not_shown_and_do_not_make_it_another_job(tmp_path):
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- db.password=hunter2\n")  # as Hydra writes it

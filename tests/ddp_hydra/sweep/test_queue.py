@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,12 +53,10 @@ def test_a_secret_is_in_no_row_and_its_job_is_known_again():
 def test_a_job_whose_config_reads_another_value_of_a_variable_is_another_one():
     """Their values are not compared: the variable may choose the data."""
 
-    def jobs_of(place: str, earlier: list[JobRow], words: tuple[str, ...] = ()) -> JobQueue:
-        variables = {"PLACE": place, "OTHER": place, "TOKEN": place, "FILE": place}  # that of a file was not typed
-        typed = [f"+hydra.job.env_set.{name}={place}" for name in ("PLACE", "OTHER", "TOKEN")]
-        job = {"env_set": variables, "env_copy": ["PLACE"] if words else []}
-        hydra = {"job": job, "overrides": {"hydra": list(words or typed)}}
-        reads = [f"${{oc.env:{name}}}" for name in ("PLACE", "TOKEN", "FILE")]
+    def jobs_of(place: str, earlier: list[JobRow], words: Sequence[str] = (), copied: Sequence[str] = ()) -> JobQueue:
+        variables = {"PLACE": place, "OTHER": place, "TOKEN": place, "DB": f"s3://me:{place[1:]}@h"}
+        hydra = {"job": {"env_set": variables, "env_copy": list(copied)}, "overrides": {"hydra": list(words)}}
+        reads = [f"${{oc.env:{name}}}" for name in ("PLACE", "TOKEN", "DB")]
         config = OmegaConf.create({"hydra": hydra, "reads": reads})
         return JobQueue(Path(), SimpleNamespace(compose=lambda *_: config), config, Need(), earlier, False)
 
@@ -65,8 +64,9 @@ def test_a_job_whose_config_reads_another_value_of_a_variable_is_another_one():
     assert first.overrides == ["a=1", "hydra.job.env_set.PLACE=/s1"]
     first.state = JobState.done
     assert jobs_of("/s1", [first]).add(["a=1"], 0).earlier is first
-    copied = ("hydra.job.env_copy=[PLACE]",)
-    assert jobs_of("/s1", [first], copied).add(["a=1"], 0).earlier is first
+    again = ["++hydra.job.env_set.PLACE=/s1", "hydra.job.env_copy=[]"]  # as a sweep that goes on types it
+    for words, copied in ((again, []), (["hydra.job.env_copy=[PLACE]"], ["PLACE"]), ([], ["PLACE"])):
+        assert jobs_of("/s1", [first], words, copied).add(["a=1"], 0).earlier is first
     second = jobs_of("/s2", [first]).add(["a=1"], 0)
     assert (second.row.number, second.earlier, second.overrides) == (1, None, ["a=1"])
     assert not SweepObjective("val/loss", maximize=False).ranks([first, second.row])
