@@ -18,6 +18,7 @@ ASIDE = {
     "config/checkpoint_config.py": "the copy of the config that checkpoints keep",
     "config/hydra_compat.py": "the typed words, for TensorBoard's tab HParams",
     "config/redact.py": "the config in .hydra, without secrets",
+    "config/unknown_keys.py": "the search for keys that nothing reads",
     "config/references.py": "the same, with the full names of keys",
     "writers/tensorboard.py": "TensorBoard's tab HParams",
 }
