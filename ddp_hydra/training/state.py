@@ -93,15 +93,10 @@ class TrainingState:
     def model(self) -> nn.Module:
         return self.parallel.model
 
-    def trained_modules(self) -> list[nn.Module]:
-        # The model, and a loss that has a state.
-        loss = self.extras.get("loss")
-        return [self.model, *([loss] if loss is not None else [])]
-
     def modules(self) -> list[nn.Module]:
-        # All that `restore` loads: these, and the average.
-        ema = self.extras.get("ema")
-        return [*self.trained_modules(), *([ema.model] if ema is not None else [])]
+        # All that `restore` loads: the model, its average, and a loss.
+        ema, loss = self.extras.get("ema"), self.extras.get("loss")
+        return [self.model, *([ema.model] if ema is not None else []), *([loss] if loss is not None else [])]
 
     def gather(self, world: World) -> None:
         # A collective. Rank 0 gets what only the other ranks know.
