@@ -74,6 +74,7 @@ def run_in(run_dir: Path, cfg: DictConfig, hydra_cfg: Any) -> float | None:
     from ddp_hydra.cluster import connect
     from ddp_hydra.job.run import run_job
 
+    schema.check_whole(cfg)
     if not connect.is_local(cfg.cluster):
         fork_client.release()  # the server that __main__ has started on a guess
     if hydra_cfg.mode == RunMode.MULTIRUN:  # else it was checked as it was composed

@@ -27,7 +27,8 @@ def class_axis(cfg: Any) -> int | None:
 
 
 def metric_and_direction(cfg: Any) -> tuple[str, str]:
-    metric, direction = cfg.objective.metric, cfg.objective.get("direction")
+    # A sweep asks before its jobs refuse a config without the group.
+    metric, direction = (OmegaConf.select(cfg, f"objective.{key}") for key in ("metric", "direction"))
     direction = getattr(direction, "name", direction)
     validates = "data" not in cfg or OmegaConf.select(cfg, "data.val") is not None
     if metric is None:

@@ -208,6 +208,19 @@ def register() -> None:
         hydra_compat.register(f"base_{name}", node)
 
 
+def check_whole(cfg: DictConfig) -> None:
+    """Refuse a config without a key that every job has: `~key` removes it, or a main config of one's own lacks it."""
+    for group, schema in [("", Config), *SCHEMAS.items()]:
+        node: Any = cfg[group] if group else cfg
+        for key in (entry.name for entry in fields(schema)):  # type: ignore[arg-type]
+            name = f"{group}.{key}".lstrip(".")
+            if key not in node.keys():  # noqa: SIM118 (`in` asks for a value)
+                advice = f"leave '~{name}' out; a main config of your own needs `job` in its list of defaults"
+                raise ConfigError(f"{name} is missing: {advice}")
+            if OmegaConf.is_missing(node, key):
+                raise ConfigError(f"{name} is missing: give {name}=...")
+
+
 def resolved(cfg: DictConfig) -> dict[str, Any]:
     """Return the config as dicts and values that can travel to ranks: interpolations resolved, enums by name.
 

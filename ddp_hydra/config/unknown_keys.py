@@ -233,6 +233,9 @@ def explain(error: BaseException, can_sweep: bool = True) -> str | None:
     if unchosen := re.match(r"Could not delete '(.*)'\. No match in the defaults list", typed):
         advice = f"leave it out, or remove its keys, '~{unchosen[1].rpartition('@')[2]}.<key>'"
         return f"~{unchosen[1]}: no option of this group is chosen; {advice}"
+    if typed.startswith(f"{_MERGING}~") and "does not support deletion" in str(cause):
+        key = typed.removeprefix(f"{_MERGING}~")
+        return f"~{key}: every job has this key: leave it out, or give {key}=<value>"
     if is_of_options(error):
         return typed
     if type(error) is ValueError and typed.startswith("Config group override"):

@@ -104,6 +104,7 @@ def run_job(
         DdpHydraError: the config can't be a job, no cluster came up, or the gang failed.
         Interrupted: the job was asked to end, or its time was up; its state is saved.
     """
+    schema.check_whole(cfg)
     find_paths(cfg)
     if rank_settings is None:
         rank_settings = remote.spec.rank_settings if remote else settings_of_hydra()

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from itertools import chain, groupby, zip_longest
@@ -49,6 +50,30 @@ def targets(node: Any) -> Iterator[str]:
     if isinstance(node, list):
         for part in node:
             yield from targets(part)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("~objective", "^objective is missing: leave '~objective' out; a main config of your own needs `job` in"),
+        ("~faults", "^faults is missing: leave '~faults' out; "),
+        ("~model", r"^model is missing: give model=\.\.\.$"),
+        ("~sampler", r"^sampler is missing: give sampler=\.\.\.$"),
+        ("~trainer", None),  # the schema's values are left
+    ],
+)
+def test_a_key_that_every_job_has_is_not_removed(word, said):
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        schema.check_whole(composed(word))
+
+
+@pytest.mark.medium
+def test_a_typed_key_of_a_group_is_not_removed():
+    with pytest.raises(HydraException) as raised:
+        composed("~results.retry_s")
+    said = "~results.retry_s: every job has this key: leave it out, or give results.retry_s=<value>"
+    assert unknown_keys.explain(raised.value) == said
 
 
 @pytest.mark.medium
