@@ -287,9 +287,9 @@ class Job:
         return ResultsHandler([*writers, *self.loggers], **settings, summary=self.summary)
 
     def run_here(self) -> dict[str, Any]:
+        check_faults(self.cfg, self.cfg.faults, 1)
         self.summary.world_size = 1
         self.summary.count_attempts(self.earlier_attempts, (), begun=1)
-        check_faults(self.cfg, self.cfg.faults, 1)
         for key in ("ranks", "ranks_per_worker"):
             if (given := self.cfg.dispatch[key]) not in (None, 1, "auto"):
                 log.warning("dispatch.%s=%s has no effect with cluster=inline, which has one rank", key, given)

@@ -71,6 +71,9 @@ class DriverStatus(JobStatus):
 
 
 def failed_attempts(status: Status) -> list[AttemptEntry]:
+    """Return the attempts that have failed, of a lost driver and of drivers before it."""
+    if status.step is None and status.attempts:  # it was lost before an attempt of its own began to train
+        return status.attempts
     driver = f"its driver, process {status.pid} on {status.host},"
     is_cut = status.state == LOST
     message = f"{driver} lost the scheduler" if is_cut else f"{driver} was killed, or its host is gone"

@@ -244,10 +244,12 @@ def _download(store: FencedStore, before: Status, status: DriverStatus, run_dir:
         attempts = failed_attempts(before)
         names = ("objective", "metrics", "tags", "started", "project", "steps_lost")
         fields = {name: getattr(before, name) for name in names}
-        fields |= {"attempts": attempts, "restarts": len(before.attempts), "failure": attempts[-1].failure}
+        fields |= {"attempts": attempts, "restarts": len(attempts) - 1, "failure": attempts[-1].failure}
         ended = Summary(status="failed", steps=before.step, **fields)
         content = encode(ended, indent=2)
-    status.now.attempts, status.now.metrics, status.now.files = ended.attempts, ended.metrics, before.files
+    for name in ("attempts", "metrics", "steps_lost"):  # for a driver after this one
+        setattr(status.now, name, getattr(ended, name))
+    status.now.files = before.files
     # The job adds its own attempts. It stays, to the byte, if the job ends before it begins to train.
     prepared_path(run_dir, SUMMARY).write_bytes(content)
     for name in status.now.files:

@@ -24,7 +24,7 @@ from ddp_hydra.job.remote import driver, uploader
 from ddp_hydra.job.remote.driver import SCRATCH, RemoteJobRunner, _client_security
 from ddp_hydra.job.remote.start_driver import DriverSpec
 from ddp_hydra.job.remote.status import DriverStatus, FencedStore
-from ddp_hydra.job.remote.uploader import AlreadyEnded, is_lost
+from ddp_hydra.job.remote.uploader import AlreadyEnded, is_lost, resume_run
 from ddp_hydra.job.run import Job, RemoteContext
 from ddp_hydra.job.run_dir import add_saved
 from ddp_hydra.rank import outbox
@@ -219,6 +219,24 @@ def test_the_attempts_of_a_lost_driver_are_not_forgotten(runner, spec):
     assert (lost.attempt, lost.world_size, lost.steps_done, lost.failure.kind) == (1, 2, 9, "lost")
     assert f"its driver, process {os.getpid()} on " in lost.failure.message
     assert runner.status.content().attempts == [first, lost]  # for the next driver
+
+
+def test_a_driver_that_is_lost_before_it_trains_hides_no_steps(runner, spec, tmp_path):
+    store = urls.open_folder(spec.url)
+    before = DriverStatus("tcp://scheduler:8786", "abc")
+    before.now.steps_lost = 3
+    before.write(Record(Start(world_size=2, total_steps=20), step=4))
+    before.write(Record(Metrics({"train/loss": 1.0}), step=9))
+    store.put("status.json", encode_status(before.content()))
+    for name in ("second", "third"):  # each reads what the one before has written
+        status = DriverStatus("tcp://scheduler:8786", "abc")
+        (tmp_path / name).mkdir()
+        resume_run(FencedStore(store), status, tmp_path / name)
+        found = read_summary(tmp_path / name)
+        assert (found.restarts, found.steps_lost, found.last_step) == (0, 3, 9)
+        assert [one.steps_done for one in found.attempts] == [9]
+        assert found.metrics == {"train/loss": 1.0}
+        assert status.content().steps_lost == 3
 
 
 def test_a_driver_goes_on_with_ranks_and_checkpoints_of_the_one_before(runner, spec):
