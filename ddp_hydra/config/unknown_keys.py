@@ -113,6 +113,9 @@ def check_new(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
         if key in tops and place and not _is_mistake(key, raw[key]):
             continue  # what is typed adds to a node of a file
         raise ConfigError(f"{place}{said}")
+    for name, value in (raw["hydra"]["job"].get("env_set") or {}).items():
+        if isinstance(value, dict | list):  # Hydra judges the values of single keys only
+            raise ConfigError(f"{ENV_SET}.{name} is no text: give a text, in quotes")
 
 
 def _new_keys(hydra_cfg: Any) -> list[str]:

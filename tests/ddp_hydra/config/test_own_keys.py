@@ -153,6 +153,11 @@ def test_a_main_config_of_ones_own_may_lack_groups(composed):
     assert "objective" not in composed({}, "~objective")
 
 
+def test_a_variable_is_a_text_also_where_all_are_given_at_once(composed):
+    with pytest.raises(ConfigError, match=r"^hydra\.job\.env_set\.A is no text: give a text, in quotes$"):
+        composed({}, "+hydra.job.env_set={A: [1]}")
+
+
 @pytest.mark.parametrize("words", [["+env=copies"], ["hydra.job.env_copy=[NO_SUCH]"]])
 def test_a_variable_that_cannot_be_copied_is_named(composed, words):
     said = "^hydra.job.env_copy: NO_SUCH is not set: type NO_SUCH=<value> in front of the command, or leave it out of"
