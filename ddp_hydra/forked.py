@@ -140,14 +140,23 @@ def children_end() -> Iterator[None]:
 def start_program(module: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """Start the `main` of a module as a program of its own. Return a socket to it, and the program.
 
-    The program finds the number of its socket in sys.argv. It ends when the other end is closed.
+    The program finds the number of its socket in sys.argv. It ends when the other end is closed, and by no signal that
+    goes to the whole group.
     """
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-c", f"from {module} import main; main()", str(theirs.fileno())]
+        begun = f"from {__name__} import heed_no_group; heed_no_group(); from {module} import main; main()"
+        command = [sys.executable, "-c", begun, str(theirs.fileno())]
         path = os.pathsep.join(filter(None, sys.path))
-        program = subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path})
+        with held_back(SIGNALS):  # the program inherits it, until it ignores them
+            program = subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path})
     return ours, program
+
+
+def heed_no_group() -> None:
+    """Ignore the signals of a group in a program that begins with them blocked."""
+    ignore_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def run_and_exit(work: Callable[[], int]) -> NoReturn:

@@ -12,7 +12,6 @@ import http.client
 import os
 import pickle
 import re
-import signal
 import socket
 import sys
 import threading
@@ -122,7 +121,6 @@ def serve(requests: socket.socket) -> None:
 
 def main() -> None:
     """Read for the process that has started this one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; this one ends with its process
     serve(socket.socket(fileno=int(sys.argv[1])))
 
 

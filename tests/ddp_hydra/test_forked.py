@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import gc
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -47,3 +49,28 @@ print(codes)
 def test_a_process_that_ignores_signals_has_forks_that_heed_them_from_their_first_moment_on():
     done = subprocess.run([sys.executable, "-c", IGNORING], capture_output=True, text=True, timeout=200)
     assert done.stdout == "{-15}\n", done.stderr
+
+
+SLOW = """
+import socket, sys, time
+
+time.sleep(0.3)
+
+def main():
+    socket.socket(fileno=int(sys.argv[1])).sendall(b"here")
+"""
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.4])
+def test_a_program_is_not_ended_by_a_signal_of_the_group_while_it_starts(tmp_path, monkeypatch, delay_s):
+    (tmp_path / "slow.py").write_text(SLOW)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    ours, program = forked.start_program("slow")
+    with ours:
+        time.sleep(delay_s)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            program.send_signal(number)
+        assert ours.recv(9) == b"here"
+    assert program.wait(60) == 0
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
