@@ -147,19 +147,29 @@ class RunView:
 
         Args:
             name: of the image.
-            pixels: uint8 (height, width) or (height, width, 3), an array or a tensor.
+            pixels: (height, width) or (height, width, 3), an array or a tensor: whole numbers from 0 to 255, or
+                fractions from 0 to 1; fractions outside are clipped, as torch's `add_image` does.
+
+        Raises:
+            RecordError: it has another shape, or whole numbers outside of 0 to 255.
         """
         if self.rank == 0:
             from PIL import Image
 
             content = io.BytesIO()
+            given = pixels.detach().cpu() if torch.is_tensor(pixels) else pixels
+            found = np.asarray(given.double() if torch.is_tensor(given) and given.is_floating_point() else given)
+            if found.dtype.kind in "bf":
+                found = (np.nan_to_num(found).clip(0, 1) * 255.0).round()
+            elif found.size and found.dtype.kind in "iu" and not 0 <= found.min() <= found.max() <= 255:
+                wanted = "whole numbers from 0 to 255, or fractions from 0 to 1"
+                raise RecordError(f"run.image({name!r:.80}, …) takes {wanted}, got {found.min()} to {found.max()}")
             try:
-                found = np.asarray(pixels.detach().cpu() if torch.is_tensor(pixels) else pixels, dtype=np.uint8)
-                Image.fromarray(found).save(content, "PNG")
+                Image.fromarray(found.astype(np.uint8)).save(content, "PNG")
             except (TypeError, ValueError):
                 wanted = "pixels of shape (height, width) or (height, width, 3)"
-                given = tuple(pixels.shape) if hasattr(pixels, "shape") else type(pixels).__name__
-                raise RecordError(f"run.image({name!r:.80}, …) takes {wanted}, got {given}") from None
+                got = tuple(pixels.shape) if hasattr(pixels, "shape") else type(pixels).__name__
+                raise RecordError(f"run.image({name!r:.80}, …) takes {wanted}, got {got}") from None
             results.image(name, content.getvalue(), self.step)
 
     def histogram(self, name: str, values: torch.Tensor) -> None:

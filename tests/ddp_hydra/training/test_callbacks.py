@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
@@ -9,8 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from ddp_hydra import results
@@ -494,3 +497,29 @@ def test_an_image_of_another_shape_is_refused_with_its_shape():
         view.image("grid", torch.zeros(3, 8, 9, dtype=torch.uint8))
     with pytest.raises(RecordError, match=r"^run\.image\('grid', …\) takes pixels of shape .* got str$"):
         view.image("grid", "a.png")
+
+
+@pytest.mark.parametrize(
+    ("pixels", "shown"),
+    [
+        (np.array([[0.0, 0.5, 1.0]]), [0, 128, 255]),
+        (torch.tensor([[-0.5, 0.2, 7.0]], dtype=torch.bfloat16), [0, 51, 255]),
+        (np.array([[True, False, True]]), [255, 0, 255]),
+        (np.array([[0, 7, 255]]), [0, 7, 255]),
+        (torch.tensor([[0.0, float("nan"), 1.0]]), [0, 0, 255]),
+    ],
+    ids=str,
+)
+def test_fractions_are_shown_as_torch_shows_them(monkeypatch, pixels, shown):
+    sent: list[bytes] = []
+    monkeypatch.setattr(results, "image", lambda name, png, step: sent.append(png))
+    callbacks.RunView(SimpleNamespace(rank=0, position=SimpleNamespace(step=1))).image("grid", pixels)
+    assert np.asarray(Image.open(io.BytesIO(sent[0]))).tolist() == [shown]
+
+
+@pytest.mark.parametrize("pixels", [np.array([[0, 300]]), torch.tensor([[-1, 3]])], ids=str)
+def test_numbers_that_no_picture_holds_are_refused(pixels):
+    with pytest.raises(
+        RecordError, match=r"takes whole numbers from 0 to 255, or fractions from 0 to 1, got (0 to 300|-1 to 3)$"
+    ):
+        callbacks.RunView(SimpleNamespace(rank=0)).image("grid", pixels)
