@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any
 
 from ddp_hydra.console.text import counted
@@ -44,7 +45,11 @@ class DataDescription:
             getattr(data, name, None) for name in ("classes", "features", "scaling", "feature_widths")
         )
         number = getattr(data, "num_classes", None) or (names if isinstance(names, int) else 0)
+        if isinstance(names, set | frozenset):  # in no order, so only their number is known
+            number, names = number or len(names), ()
         names = _names(names)
+        if len(names) == length(data) and len(set(names)) < len(names):  # a label for each sample
+            names = ()
         columns = tuple(features) if isinstance(features, (list, tuple)) else ()
         if len(columns) == length(data):  # a user's own list of samples, not names of columns
             columns = ()
@@ -140,13 +145,19 @@ def length(data: Any) -> int | None:
 
 
 def _names(classes: Any) -> tuple[str, ...]:
+    """Return the names in the order of their numbers; () if there are none, or other numbers than from 0 on."""
     if isinstance(classes, Mapping):
         pairs = list(classes.items())
-        if all(isinstance(number, int) for _, number in pairs):  # name -> number, as `class_to_idx` of torchvision
-            classes = [name for name, _ in sorted(pairs, key=lambda pair: pair[1])]
-        elif all(isinstance(number, int) for number, _ in pairs):
-            classes = [name for _, name in sorted(pairs, key=lambda pair: pair[0])]
-    return tuple(map(str, classes)) if isinstance(classes, Iterable) else ()
+        # name -> number, as `class_to_idx` of torchvision, or number -> name
+        numbered = [
+            own for own in (pairs, [(b, a) for a, b in pairs]) if all(isinstance(one, Integral) for _, one in own)
+        ]
+        for own in numbered:
+            if sorted(number for _, number in own) == list(range(len(own))):
+                return tuple(str(name) for name, _ in sorted(own, key=lambda pair: pair[1]))
+        if numbered:  # such as how often each class comes
+            return ()
+    return tuple(map(str, classes)) if isinstance(classes, Iterable) and hasattr(classes, "__len__") else ()
 
 
 def shown(names: Sequence[str], most: int = 12) -> str:

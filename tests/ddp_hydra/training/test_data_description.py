@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +70,34 @@ def test_attributes_that_mean_something_else_are_left_alone():
     data: Any = Numbers(3)
     data.features, data.scaling, data.classes = data.x, 2.0, 5
     assert DataDescription.of(data) == DataDescription(num_classes=5, n_samples=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "number"),
+    [
+        (["cats", "dogs"], ("cats", "dogs"), 2),
+        ([7, 8], ("7", "8"), 2),
+        (np.array(["cats", "dogs"]), ("cats", "dogs"), 2),
+        ({"dogs": 1, "cats": np.int64(0)}, ("cats", "dogs"), 2),
+        ({1: "dogs", 0: "cats"}, ("cats", "dogs"), 2),
+        ({1: "crane", 0: "crane"}, ("crane", "crane"), 2),
+        ({"n01": "tench", "n02": "goldfish"}, ("n01", "n02"), 2),
+        ([("crane",), ("crane",)], ("('crane',)", "('crane',)"), 2),  # two classes of ImageNet have one name
+        ({"cats", "dogs"}, (), 2),  # whose order is another one in each process
+        (frozenset("ab"), (), 2),
+        (["a", "b", "a"], (), 0),  # the labels of its three samples
+        (Counter("aab"), (), 0),
+        ({"cats": 1, "dogs": 2}, (), 0),  # their numbers begin with 1
+        (iter("ab"), (), 0),
+        (5, (), 5),
+        (None, (), 0),
+    ],
+    ids=str,
+)
+def test_classes_are_names_only_where_their_numbers_are_known(given, names, number):
+    data = type("Data", (), {"classes": given, "__len__": lambda self: 3})()
+    found = DataDescription.of(data)
+    assert (found.classes, found.num_classes) == (names, number)
 
 
 def test_validation_data_must_number_the_classes_as_training_data_does():
