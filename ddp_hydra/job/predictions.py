@@ -215,7 +215,7 @@ def write(out: Path, chunks: Chunks, samples: int) -> None:
                 with part.open("w", newline="", encoding="utf-8") as file:
                     _write_csv(file, chunks())
             elif out.suffix == ".parquet":
-                _write_parquet(part, chunks())
+                _write_parquet(part, chunks)
             else:
                 _write_npz(part, chunks, samples)
 
@@ -235,45 +235,54 @@ def _cells(values: Any) -> list[Any]:
     return [str(value) for value in values] if values.dtype.kind == "f" else values.tolist()
 
 
-def _write_parquet(path: Path, chunks: Iterable[Mapping[str, Any]]) -> None:
+def _write_parquet(path: Path, chunks: Chunks) -> None:
     arrow = pyarrow()
-    writer: Any = None
-    tables: list[Any] = []
-    size = 0
-    try:
-        for columns in chunks:
-            tables.append(arrow.table({name: arrow.array(values) for name, values in columns.items()}))
-            size += len(tables[-1])
-            writer = writer or arrow.parquet.ParquetWriter(path, tables[-1].schema)
-            if size >= _GROUP_ROWS:
-                writer.write_table(arrow.concat_tables(tables))
-                tables, size = [], 0
-        if tables:
-            writer.write_table(arrow.concat_tables(tables))
-    finally:
-        if writer is not None:
-            writer.close()
+
+    def tables() -> Iterator[Any]:
+        for columns in chunks():
+            yield arrow.table({name: arrow.array(values) for name, values in columns.items()})
+
+    schema = arrow.schema([])
+    for table in tables():  # a column may have whole numbers in one part, and fractions in another
+        try:
+            schema = arrow.unify_schemas([schema, table.schema], promote_options="permissive")
+        except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
+            raise ConfigError(f"the task predicts a column of two kinds ({error}): return one kind") from None
+    waiting: list[Any] = []
+    with arrow.parquet.ParquetWriter(path, schema) as writer:
+        for table in tables():
+            waiting.append(table.cast(schema))
+            if sum(map(len, waiting)) >= _GROUP_ROWS:
+                writer.write_table(arrow.concat_tables(waiting))
+                waiting = []
+        if waiting:
+            writer.write_table(arrow.concat_tables(waiting))
 
 
 def _write_npz(path: Path, chunks: Chunks, samples: int) -> None:
     """Write one column after the other, for an array in an archive is written in one go."""
     found: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
     for columns in chunks():
-        for name, array in zip(columns, map(np.asarray, columns.values()), strict=True):
+        for name, array in ((name, _array(values)) for name, values in columns.items()):
             dtype, shape = found.setdefault(name, (array.dtype, array.shape[1:]))
-            if dtype.kind == array.dtype.kind == "U":  # as long as the longest text
-                found[name] = np.promote_types(dtype, array.dtype), shape
-            elif (array.dtype, array.shape[1:]) != (dtype, shape):
+            are_alike = dtype.kind == array.dtype.kind or {dtype.kind, array.dtype.kind} <= {*"iuf"}
+            if array.shape[1:] != shape or not are_alike:
                 raise ConfigError(
                     f"the task predicts arrays {array.dtype} {array.shape[1:]} and {dtype} {shape}: return one kind"
                 )
+            found[name] = np.promote_types(dtype, array.dtype), shape
     with zipfile.ZipFile(path, "w", allowZip64=True) as archive:
         for name, (dtype, shape) in found.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
                 np.lib.format.write_array_header_2_0(member, {**header, "shape": (samples, *shape)})
                 for columns in chunks():
-                    member.write(np.ascontiguousarray(columns[name], dtype).tobytes())
+                    member.write(np.ascontiguousarray(_array(columns[name]), dtype).tobytes())
+
+
+def _array(values: Any) -> np.ndarray:
+    """Return a column as an array; an empty text for one that is missing."""
+    return np.asarray(["" if value is None else value for value in values] if isinstance(values, list) else values)
 
 
 def _write_pictures(out: Path, chunks: Iterable[Mapping[str, Any]]) -> None:

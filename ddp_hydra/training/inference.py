@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -272,11 +273,22 @@ def plain(name: str, values: Any) -> Any:
         return values
     if not isinstance(values, (list, tuple)):
         raise ConfigError(f"the task predicted {name!r} as {type(values).__name__}: return tensors or lists, or a dict")
-    if all(isinstance(value, str) for value in values):
-        return list(values)
-    if all(isinstance(value, (bool, int, float)) for value in values):
-        return np.asarray(values)
+    values = [scalar(value) for value in values]
+    known = [value for value in values if value is not None]
+    if all(isinstance(value, str) for value in known):
+        return values
+    if all(isinstance(value, (bool, int, float, np.number, np.bool_)) for value in known):
+        return np.asarray([math.nan if value is None else value for value in values])
     return [json.dumps(_jsonable(value), separators=(",", ":")) for value in values]
+
+
+def scalar(value: Any) -> Any:
+    """Return a tensor or array without axes as its number; numpy's texts and times as texts."""
+    if isinstance(value, Tensor) and not value.ndim:
+        value = plain("", value)
+    if isinstance(value, np.ndarray) and not value.ndim:
+        value = value[()]
+    return str(value) if isinstance(value, (np.str_, np.datetime64, np.timedelta64)) else value
 
 
 def _jsonable(value: Any) -> Any:

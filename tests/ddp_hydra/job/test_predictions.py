@@ -177,6 +177,39 @@ def test_parquet_is_written_in_groups_of_rows(parts, tmp_path, monkeypatch):
     assert file.read().column("id").to_pylist() == NAMES
 
 
+PROMOTED = [
+    {"index": np.arange(2), "count": np.array([1, 2]), "name": ["a", None], "small": np.float32([1, 2])},
+    {"index": np.arange(2, 4), "count": np.array([0.5, np.nan]), "name": [None, None], "small": np.float64([3, 4])},
+    {"index": np.arange(4, 5), "count": np.array([3]), "name": ["ab"], "small": np.array([5], np.uint8)},
+]
+"""Parts whose columns have one kind together."""
+
+
+@pytest.mark.parametrize("groups", [1, 100])
+def test_a_column_of_whole_numbers_in_one_part_and_fractions_in_another_is_written(tmp_path, monkeypatch, groups):
+    pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    monkeypatch.setattr(predictions, "_GROUP_ROWS", groups)
+    for name in ("a.csv", "a.parquet", "a.npz"):
+        predictions.write(tmp_path / name, lambda: PROMOTED, 5)
+    with np.load(tmp_path / "a.npz", allow_pickle=False) as found:
+        np.testing.assert_array_equal(found["count"], [1, 2, 0.5, np.nan, 3])
+        assert found["name"].tolist() == ["a", "", "", "", "ab"]
+        assert (found["small"].dtype, found["small"].tolist()) == (np.float64, [1, 2, 3, 4, 5])
+    for table in (pandas.read_csv(tmp_path / "a.csv"), pandas.read_parquet(tmp_path / "a.parquet")):
+        np.testing.assert_array_equal(table["count"], [1, 2, 0.5, np.nan, 3])
+        assert table["name"].isna().tolist() == [False, True, True, True, False]
+        assert table["small"].tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.npz"])
+def test_a_column_of_texts_in_one_part_and_numbers_in_another_is_refused(tmp_path, name):
+    pytest.importorskip("pyarrow")
+    chunks = [{"size": np.array([1])}, {"size": ["large"]}]
+    with pytest.raises(ConfigError, match=r"return one kind$"):
+        predictions.write(tmp_path / name, lambda: chunks, 2)
+    assert not list(tmp_path.iterdir())
+
+
 def test_arrays_that_fit_in_no_common_one_are_refused(tmp_path):
     chunks = [{"mask": np.zeros((2, 3))}, {"mask": np.zeros((2, 4))}]
     with pytest.raises(ConfigError, match=r"arrays float64 \(4,\) and float64 \(3,\): return one kind"):

@@ -25,6 +25,42 @@ def test_tensors_become_columns_and_wide_ones_several():
     assert inference.columns(torch.ones(2, 5, 4), 2, "arrays")["prediction"].shape == (2, 5, 4)
 
 
+@pytest.mark.parametrize(
+    ("values", "column"),
+    [
+        (list(np.float32([0.5, 2])), np.float32([0.5, 2])),
+        (list(torch.tensor([0.5, 2.0])), np.float32([0.5, 2])),
+        (list(torch.tensor([0.5, 2.0], dtype=torch.bfloat16)), np.float32([0.5, 2])),
+        (list(torch.tensor([1, 2])), np.array([1, 2])),
+        ([np.int64(1), 2.5], np.array([1.0, 2.5])),
+        ([np.array(1), True], np.array([1, 1])),
+        ([1, None], np.array([1.0, np.nan])),
+    ],
+    ids=str,
+)
+def test_a_list_of_numbers_is_a_column_of_numbers(values, column):
+    found = inference.columns({"a": values}, 2, "table")["a"]
+    assert found.dtype == column.dtype
+    np.testing.assert_array_equal(found, column)
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        (["a", None], ["a", None]),
+        ([None, None], [None, None]),
+        (list(np.array(["a", "b"])), ["a", "b"]),
+        (list(np.array(["2026-11-30", "2026-12-01"], "M8[D]")), ["2026-11-30", "2026-12-01"]),
+        ([[1], None], ["[1]", "null"]),
+    ],
+    ids=str,
+)
+def test_a_list_of_texts_stays_one(values, texts):
+    found = inference.columns({"a": values}, 2, "table")["a"]
+    assert found == texts
+    assert {type(text) for text in found} <= {str, type(None)}  # others don't travel
+
+
 def test_what_differs_in_length_becomes_json():
     boxes = [[torch.tensor([1, 2])], []]
     assert inference.columns({"boxes": boxes}, 2, "table") == {"boxes": ["[[1,2]]", "[]"]}
