@@ -110,9 +110,18 @@ class Parallel:
         self.adopt(model)
         return untouched
 
-    def explain_errors(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def explain_errors(self) -> Iterator[None]:
         # Says what to do about an error in the model that this kind is the reason for.
-        return nullcontext()
+        try:
+            yield
+        except RuntimeError as error:
+            if self.channels_last and "view size is not compatible" in str(error):
+                error.add_note(
+                    "the channels of images and of convolutions are last in memory: give trainer.channels_last=false, "
+                    "or write flatten or reshape in place of view"
+                )
+            raise
 
     def rebind(self, world: World) -> None:
         # The model goes on in another world, and trains what it trained when it was built.

@@ -128,11 +128,21 @@ def devices(model: nn.Module) -> list[torch.device]:
 
 
 def lay_out(model: nn.Module, channels_last: bool | None) -> bool:
-    # It returns whether channels are last now. By default, they are where there are convolutions of images.
-    has_images = any(isinstance(module, nn.Conv2d) for module in model.modules())
-    if is_last := has_images if channels_last is None else channels_last:
+    # It returns whether channels are last now. By default, they are where there are convolutions of images, unless the
+    # model calls `view`: `x.view(len(x), -1)`, which many models end with, refuses images of this layout.
+    if channels_last is None:
+        has_images = any(isinstance(module, nn.Conv2d) for module in model.modules())
+        channels_last = has_images and not any(map(_calls_view, {type(module) for module in model.modules()}))
+    if channels_last:
         model.to(memory_format=torch.channels_last)
-    return is_last
+    return channels_last
+
+
+def _calls_view(kind: type) -> bool:
+    own = [one for one in kind.__mro__ if not one.__module__.startswith("torch.")]
+    functions = [function for one in own for function in vars(one).values()]
+    codes = (getattr(function, "__code__", None) for function in functions)
+    return any(code is not None and "view" in code.co_names for code in codes)
 
 
 def without_shape(model: nn.Module) -> list[str]:

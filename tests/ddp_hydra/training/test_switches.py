@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hydra.training import builders
-from tests.ddp_hydra.training.loop_runs import STEPS, Numbers
+from ddp_hydra.training.checkpoint import read
+from ddp_hydra.training.parallel import weights
+from ddp_hydra.training.parallel.none import Unwrapped
+from tests.ddp_hydra.training.loop_runs import STEPS, Numbers, flat
 from tests.ddp_hydra.training.test_precision import cfg
 
 
@@ -94,6 +97,60 @@ def test_each_step_is_as_the_switch_says(train_pictures, switch, changed):
     seen = train_pictures(**switch)
     assert len(seen) == STEPS
     assert [{name: step[name] for name in AS_IT_IS} for step in seen] == [AS_IT_IS | changed] * STEPS
+
+
+class WithoutView(nn.Module):
+    """A small model that needs no layout."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        self.conv, self.scores = nn.Conv2d(3, 4, 2), nn.Linear(36, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores(self.flat(torch.relu(self.conv(x))))
+
+    def flat(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
+
+
+class Net(WithoutView):
+    """As many tutorials write it."""
+
+    def flat(self, x: Tensor) -> Tensor:
+        return x.view(x.size(0), -1)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    return x.view(len(x), -1)
+
+
+class Hidden(WithoutView):
+    """It calls `view` in a function that nothing sees before a step."""
+
+    def flat(self, x: Tensor) -> Tensor:
+        return as_rows(x)
+
+
+def test_a_model_that_calls_view_trains_as_it_does_in_torch(train):
+    trained = [
+        read(train(epochs=1, data=Pictures, parts={"model": {"_target_": f"{__name__}.{kind}"}}, **switch).last)
+        for kind, switch in [("Net", {}), ("WithoutView", {"channels_last": False})]
+    ]
+    assert flat(trained[0]["model"]) == flat(trained[1]["model"])
+    assert weights.lay_out(WithoutView(), None)
+    assert not weights.lay_out(Net(), None)
+    assert not weights.lay_out(nn.Sequential(nn.Conv2d(3, 4, 2), Net()), None)
+    assert weights.lay_out(Net(), True)
+
+
+@pytest.mark.parametrize("kind", [Net, Hidden])
+def test_an_error_of_the_layout_says_which_key_changes_it(kind):
+    model, parallel = kind(), Unwrapped()
+    parallel.channels_last = weights.lay_out(model, True)
+    images = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    with pytest.raises(RuntimeError, match="view size is not compatible") as raised, parallel.explain_errors():
+        model(images)
+    assert "give trainer.channels_last=false" in raised.value.__notes__[0]
 
 
 def test_activations_are_computed_again(train_pictures):
