@@ -187,7 +187,7 @@ class JobQueue:
         earlier = next((row for row in self.earlier if planned_job.in_order(row.overrides) == order), None)
         if earlier is not None and secret:  # the row may be of another value
             if not self.has_secrets:
-                log.warning("%s is swept and a secret, which no file keeps, so all jobs run anew", secret)
+                log.warning("%s is swept and looks like a secret, which no file keeps: all jobs run anew", secret)
             self.has_secrets, earlier = True, None
         if earlier is not None:  # it keeps its number
             self.earlier.remove(earlier)

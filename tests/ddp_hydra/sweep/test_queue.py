@@ -64,7 +64,7 @@ def test_a_job_with_a_swept_secret_is_never_one_of_before(key, caplog):
     found = [again.add([f"{key}={value}", "a=1"], number) for number, value in enumerate((second, first))]
     assert [(job.row.number, job.earlier, job.is_secret) for job in found] == [(2, None, True), (3, None, True)]
     assert [record.message for record in caplog.records] == [
-        f"{key.lstrip('+')} is swept and a secret, which no file keeps, so all jobs run anew"
+        f"{key.lstrip('+')} is swept and looks like a secret, which no file keeps: all jobs run anew"
     ]
 
 
