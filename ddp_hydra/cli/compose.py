@@ -34,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from ddp_hydra.cli.words import full_key_of, is_removed, joined, key_of, value_of
+from ddp_hydra.cli.words import full_key_of, is_removed, joined, key_of, places_of, value_of
 from ddp_hydra.config import env_values, experiments, project, redact, references, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import (
     CONFIG_DIR,
@@ -287,7 +287,11 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     # If a group is chosen again (cluster=inline), the old changes in it (cluster.n_workers=4) are dropped.
     given |= {"debug"} if "debug=faults" in saved else set()
     given |= {"results.root"} if "results.handler=client" in arguments else set()
-    kept, arguments = joined(saved, arguments, given)
+    removed = [word for word in arguments if word.startswith("~") and full_key_of(word) in schema.OF_EVERY_JOB]
+    # Hydra can't remove such a key, which gets the value again that it has without the saved words.
+    reset = [word for word in removed if any(full_key_of(word) in places_of(one) for one in saved)]
+    arguments = [word for word in arguments if word not in reset]
+    kept, arguments = joined(saved, arguments, given | set(map(full_key_of, reset)))
     _refuse_hidden(kept, f"resume={resumed}: the run", arguments)
     folder = _folder_of(hydra_cfg)
     kept = [_with_whole_paths(word, folder) for word in kept] if folder else kept

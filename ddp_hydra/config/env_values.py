@@ -33,12 +33,14 @@ def values_of(cfg: DictConfig) -> dict[str, Any]:
         names = _VARIABLE.findall(raw) if key.partition(".")[0] != "cluster" else []
         if not names or len(names) != raw.count("oc.env:") or _OTHER.search(raw):
             continue
-        if any(name.lower() in redact.SHORT or redact.named_secret(name) for name in (*key.split("."), *names)):
+        around = key.split(".")
+        if any(map(redact.named_secret, names)) or any(name.lower() in redact.SHORT for name in (*around, *names)):
             continue
         with suppress(OmegaConfBaseException):  # a variable that is not set; whoever needs the value says so
             value = OmegaConf.select(cfg, key)
             is_path = isinstance(value, str) and "/" in value and os.path.lexists(value)
-            if isinstance(value, bool | int | float) or is_path:
+            is_plain = isinstance(value, bool | int | float) or is_path
+            if is_plain and not any(redact.is_secret(name, value) for name in around):
                 found[key] = value
     return found
 

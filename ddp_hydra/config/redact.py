@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from omegaconf import OmegaConf
@@ -20,6 +20,9 @@ SECRET = {
     "password", "pw", "pwd", "secret", "sig", "signature",
 }  # fmt: skip
 SECRET_AT_THE_END = {"key", "token"}
+"""Words that are secret as the last one, except for numbers below `COUNTS`: "d_key" may be a size of a model."""
+COUNTS = 100_000
+"""Numbers below it, of five digits, are too short to be a key or a token."""
 ONE_TIME = {"otp", "passcode"}
 """Words that are secret as the last one; "otp_ratio" is a number of something else."""
 HARMLESS = {
@@ -51,6 +54,14 @@ _FIELD = re.compile(r"""(?<=[=;'"])([\w./]+)=([^,;\s]+)""")
 _ENTRY = re.compile(r"""((?<!\$)[{,]\s*["']?)([\w.-]+)(["']?\s*:\s*)("[^"]*"|'[^']*'|\{[^{}]*\}|\[[^][]*\]|[^,}\]]+)""")
 """Matches a key and its value in a dict, as Hydra and JSON write it; not a resolver, as in "${secret:name}"."""
 
+_NUMBER = re.compile(r"[+-]?(?!0\d)(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+"""Matches a number as Hydra reads it: 007 is a text."""
+_OF_SWEEPS = {
+    "choice", "false", "float", "int", "interval", "log", "null", "range", "reverse", "shuffle", "sort", "start",
+    "step", "stop", "tag", "true",
+}  # fmt: skip
+"""Words that stand next to numbers where a sweep is typed: "tag(log, int(interval(4, 64)))"."""
+
 _PAIR = re.compile(r"""^\s*([\w.-]+)\s*=\s*(.+)|([\w./-]+)["']?\s*:(?:\s+|$)([^,}\]]*)""")
 """Matches a key and its value in a line of YAML, JSON or TOML."""
 _SUSPECT = re.compile("|".join([*sorted(SECRET | SECRET_AT_THE_END | ONE_TIME | SHORT), "://"]), re.IGNORECASE)
@@ -63,25 +74,53 @@ _LOGIN = re.compile(r"(https?://)[^/@\s]*@|(://)[^/@\s:]*:[^/@\s]*@")
 """Matches user and password in an address. A name alone may be a token, but of a web server only."""
 
 
-@functools.lru_cache(maxsize=4096)
+def is_secret(name: str, value: object, is_typed: bool = False) -> bool:
+    """Return whether a value has to be hidden: its name looks like that of a secret, and it may be one.
+
+    Args:
+        is_typed: whether the value is a text as it was typed, or as it is in a file, in which a number has no quotes.
+    """
+    kind = _kind_of(name)
+    if not kind or value is None or isinstance(value, bool) or value in _NOTHING:
+        return False
+    is_elsewhere = isinstance(value, str) and value.strip("'\"").startswith("${")
+    return not is_elsewhere and not (kind == "key" and _is_count(value, is_typed))
+
+
+def _is_count(value: object, is_typed: bool) -> bool:
+    """Return whether a value is a number below `COUNTS`, or a list or a sweep of such numbers."""
+    if isinstance(value, list):
+        return all(_is_count(one, is_typed) for one in value)
+    if isinstance(value, str) and is_typed:
+        words = set(re.findall(r"[^\s,()\[\]=]+", value)) - _OF_SWEEPS
+        return all(_NUMBER.fullmatch(word) and abs(float(word)) < COUNTS for word in words)
+    return isinstance(value, int | float) and abs(value) < COUNTS
+
+
 def named_secret(name: str) -> bool:
+    return bool(_kind_of(name))
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_of(name: str) -> Literal["", "key", "secret"]:
+    """Return "key" for a name that only ends like that of a secret."""
     plain = re.sub("([a-z])([A-Z])", r"\1_\2", re.split("[./]", name)[-1]).lower()
     words = [word for word in re.split("[^a-z]+", plain) if word]
     if words[-1:] and words[-1] in PLACE:
-        return False
+        return ""
     if words[-1:] == ["key"] and not FILE_KEY.isdisjoint(words) and set(words[:-1]) <= FILE_KEY | OF_FILE_KEY:
-        return False
+        return ""
     if not SECRET.isdisjoint(words) or "apikey" in plain or "password" in plain:
-        return True
+        return "secret"
     if words[-1:] and (words[-1] in ONE_TIME or (words[-1] in SHORT and not ACCOUNT.isdisjoint(words[-2:-1]))):
-        return True
+        return "secret"
     end = words[-2:-1] if words[-1:] == ["id"] else words[-1:]
-    return not SECRET_AT_THE_END.isdisjoint(end) and HARMLESS.isdisjoint(words)
+    return "key" if not SECRET_AT_THE_END.isdisjoint(end) and HARMLESS.isdisjoint(words) else ""
 
 
 def holds_secret(value: object) -> bool:
     if isinstance(value, dict):
-        return any(named_secret(str(key)) or holds_secret(inner) for key, inner in value.items())
+        return any(is_secret(str(key), inner) or holds_secret(inner) for key, inner in value.items())
     if isinstance(value, list):
         return any(holds_secret(inner) for inner in value)
     return isinstance(value, str) and bool(_PEM.search(value))
@@ -119,7 +158,7 @@ def rewrite(path: Path) -> None:
 def without(value: Any) -> Any:
     """Return a config of dicts and values, or a list of overrides, with `HIDDEN` in place of each secret."""
     if isinstance(value, dict):
-        return {key: _hidden(inner) if named_secret(str(key)) else without(inner) for key, inner in value.items()}
+        return {key: HIDDEN if is_secret(str(key), inner) else without(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [without(inner) for inner in value]
     return _override(value) if isinstance(value, str) else value
@@ -160,7 +199,7 @@ def secret_line(text: str) -> str | None:
         if (
             _PEM.search(line)
             or _LOGIN.search(bare_line)
-            or any(named_secret(key) and value not in _NO_SECRETS and _hidden(value) == HIDDEN for key, value in pairs)
+            or any(value not in _NO_SECRETS and is_secret(key, value, is_typed=True) for key, value in pairs)
         ):
             return line
     return None
@@ -173,7 +212,7 @@ def _override(text: str) -> str:
     if _PEM.search(text):
         return f"{name}={HIDDEN}" if is_typed else HIDDEN
     if is_typed and named_secret(name.partition("@")[0]):
-        return f"{name}={_hidden(value)}"
+        return _shown(f"{name}=", name.partition("@")[0], value)
     text = _LOGIN.sub(lambda found: f"{found[1] or found[2]}{HIDDEN}@", text)
     text = re.sub(r"([?&])([\w.-]+)=([^&\s'\",\]}]+)", lambda part: part[1] + _named(part[2], part[3]), text)
     for pattern in (_WORD, _FIELD):
@@ -182,14 +221,13 @@ def _override(text: str) -> str:
 
 
 def _entry(found: re.Match[str]) -> str:
-    value = _hidden(found[4]) if named_secret(found[2]) else _ENTRY.sub(_entry, found[4])
-    return f"{found[1]}{found[2]}{found[3]}{value}"
+    before = f"{found[1]}{found[2]}{found[3]}"
+    return _shown(before, found[2], found[4]) if named_secret(found[2]) else before + _ENTRY.sub(_entry, found[4])
 
 
 def _named(name: str, value: str) -> str:
-    return f"{name}={_hidden(value) if named_secret(name) else value}"
+    return _shown(f"{name}=", name, value)
 
 
-def _hidden(value: Any) -> Any:
-    is_elsewhere = isinstance(value, str) and value.strip("'\"").startswith("${")
-    return value if value is None or isinstance(value, bool) or is_elsewhere or value in _NOTHING else HIDDEN
+def _shown(before: str, name: str, value: str) -> str:
+    return before + (HIDDEN if is_secret(name, value, is_typed=True) else value)

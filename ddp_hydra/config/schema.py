@@ -167,6 +167,12 @@ SCHEMAS = {entry.name: entry.default_factory for entry in fields(Config) if is_d
 """Schemas of the groups that have one."""
 TOP = tuple(entry.name for entry in fields(Config))
 """Keys at the top of a config; a project may have others of its own."""
+OF_EVERY_JOB = {entry.name for entry in fields(Config) if entry.name not in SCHEMAS and entry.type != "Any"} | {
+    f"{group}.{entry.name}"
+    for group, schema in SCHEMAS.items()
+    for entry in fields(schema)  # type: ignore[arg-type]
+}
+"""Keys that no `~key` can remove."""
 
 
 @functools.cache

@@ -47,6 +47,7 @@ class GangLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Start the sweep, or resume an earlier one. Called by Hydra before the first batch."""
+        from ddp_hydra.sweep import search_space
         from ddp_hydra.sweep.planned_job import is_ours
         from ddp_hydra.sweep.queue import CachingConfigLoader
         from ddp_hydra.sweep.settings import SweepSettings, check_storage
@@ -60,6 +61,8 @@ class GangLauncher(Launcher):
         ours, settings = is_ours(config), SweepSettings(**self.settings)
         settings.check(ours)
         check_storage(config.hydra.sweeper)
+        if ours:  # a sweep of another app may have no jobs, as in Hydra
+            search_space.check(config, hydra_context.config_loader)
         dry = ours and config.get("dry_run")
         folder = Path(str(self.resume or config.hydra.sweep.dir)).absolute() / ("dry_run" if dry else "")
         # As usual with Hydra, other apps overwrite what is in the folder, unless they are told to resume.

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
@@ -30,6 +29,7 @@ from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError, SweepFailed
 from ddp_hydra.storage.manifest import FOLDER, LAST
 from ddp_hydra.sweep.rows import score
+from ddp_hydra.sweep.search_space import PBT, check_override
 
 log = logging.getLogger(__name__)
 PAUSE = "trainer.pause_after_validations"
@@ -109,24 +109,16 @@ def parse(words: Sequence[str], config_loader: Any = None) -> tuple[list[str], d
 
 
 def _dimension(override: Override) -> Dimension:
-    value, line = override.value(), override.input_line
+    check_override(override, PBT)
+    value = override.value()
     if isinstance(value, IntervalSweep):
         assert value.start is not None
         assert value.end is not None
-        low, high = float(value.start), float(value.end)
         is_int = isinstance(value.start, int) and isinstance(value.end, int)
-        is_log = "log" in value.tags
-        if not low < high or (is_log and low <= 0):
-            raise ConfigError(f"{line}: an interval goes from a number to a larger one, and with log from more than 0")
-        return Interval(low, high, is_log, is_int)
-    if isinstance(value, Glob):
-        raise ConfigError(f"{line}: give the names one by one, choice(a,b)")
-    try:
-        values = tuple(dict.fromkeys(override.sweep_string_iterator()))
-    except (HydraException, ValueError, TypeError) as error:
-        raise ConfigError(f"{line}: {error}") from None
+        return Interval(float(value.start), float(value.end), "log" in value.tags, is_int)
+    values = tuple(dict.fromkeys(override.sweep_string_iterator()))
     if len(values) < 2:
-        raise ConfigError(f"{line}: give two values or more")
+        raise ConfigError(f"{override.input_line}: give two values or more")
     return Choice(values)
 
 

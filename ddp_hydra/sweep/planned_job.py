@@ -103,6 +103,7 @@ class PlannedJob:
         result: for Hydra's sweeper.
         spent_s: duration of the earlier runs that it resumes.
         priority: jobs with a higher one start first.
+        is_secret: whether a swept value of it is a secret, so that its row does not tell which job it is.
     """
 
     row: JobRow
@@ -115,6 +116,7 @@ class PlannedJob:
     result: JobReturn | None = None
     spent_s: float = 0.0
     priority: int = 0
+    is_secret: bool = False
 
     @property
     def is_composed(self) -> bool:
@@ -205,9 +207,10 @@ def take_over_folder(planned: PlannedJob) -> None:
         overrides += variables_read(hydra_cfg["hydra"], planned.config)
         now: Any = OmegaConf.to_container(planned.config.get("hydra") or OmegaConf.create({}))
         own += variables_read(now, planned.config)  # a row lacks them if only an experiment sets variables
-    if in_order(overrides) != in_order(own):
+    if planned.is_secret or in_order(overrides) != in_order(own):
         raise ConfigError(
-            f"{planned.folder} has results of another job ({' '.join(overrides)}): give another hydra.sweep.dir"
+            f"{planned.folder} has results of {'what may be ' * planned.is_secret}another job ({' '.join(overrides)}): "
+            "give another hydra.sweep.dir"
         )
     resume(planned, 0.0)
 

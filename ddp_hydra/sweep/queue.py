@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
+import logging
 import os
 import re
 from collections.abc import Container, Sequence
@@ -25,6 +26,7 @@ from ddp_hydra.sweep.planned_job import Need, PlannedJob
 from ddp_hydra.sweep.rows import OF_READING, JobRow, JobState, comparable, typed
 from ddp_hydra.sweep.summary_files import fill_row
 
+log = logging.getLogger(__name__)
 CHECKED = 64
 """Number of jobs of a sweep that are composed and checked before the first one starts. Of later jobs, only those are
 that have a new override whose value is not a number."""
@@ -152,6 +154,7 @@ class JobQueue:
         jobs: the highest priority first.
         owners: the number of the job that has a folder.
         keys: those that some job gives.
+        has_secrets: whether it was said that a swept secret makes all jobs new ones.
     """
 
     def __init__(
@@ -171,6 +174,7 @@ class JobQueue:
         self.jobs: list[PlannedJob] = []
         self.owners: dict[str, int] = {}
         self.keys = dict.fromkeys(key for row in self.earlier for key in typed(row))
+        self.has_secrets = False
 
     def __bool__(self) -> bool:
         return bool(self.jobs)
@@ -179,13 +183,17 @@ class JobQueue:
         """Return a job; add it to the queue, unless it ended in an earlier run of this sweep."""
         of_task = [word for word in overrides if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
         task_overrides = redact.without(of_task) + self.variables_of(overrides)  # rows are written to files
-        order = planned_job.in_order(task_overrides)
+        order, secret = planned_job.in_order(task_overrides), self.swept_secret(overrides)
         earlier = next((row for row in self.earlier if planned_job.in_order(row.overrides) == order), None)
+        if earlier is not None and secret:  # the row may be of another value
+            if not self.has_secrets:
+                log.warning("%s is swept and looks like a secret, which no file keeps: all jobs run anew", secret)
+            self.has_secrets, earlier = True, None
         if earlier is not None:  # it keeps its number
             self.earlier.remove(earlier)
         number = max(wanted, self.next_number) if earlier is None else earlier.number
         self.next_number = max(self.next_number, number + 1)
-        job = PlannedJob(JobRow(number, task_overrides, str(number)), overrides, earlier)
+        job = PlannedJob(JobRow(number, task_overrides, str(number)), overrides, earlier, is_secret=bool(secret))
         self.keys |= dict.fromkeys(typed(job.row))
         shared = self.shared_keys(job)
         if earlier is not None and (earlier.state in self.not_repeated or planned_job.is_paused(earlier)):
@@ -195,6 +203,14 @@ class JobQueue:
             self.jobs.append(job)
         job.row.shared = shared
         return job
+
+    def swept_secret(self, overrides: Sequence[str]) -> str:
+        """Return the key of a secret of a job that other jobs may have another value of; "" if there is none."""
+        hidden = [word.partition("=")[0].lstrip("+~") for word in overrides if redact.without([word]) != [word]]
+        given: Any = OmegaConf.to_container(OmegaConf.select(self.config, "hydra.overrides") or OmegaConf.create({}))
+        words = [word for part in given.values() for word in part] if hidden else []
+        fixed = {word.partition("=")[0].lstrip("+~") for word in words if not parse_override(word).is_sweep_override()}
+        return next((key for key in hidden if key not in fixed), "")
 
     def variables_of(self, overrides: Sequence[str]) -> list[str]:
         """Return, as words, the variables that the sweep was given and that the config of a job reads."""

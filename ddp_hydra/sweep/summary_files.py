@@ -130,8 +130,6 @@ def fill_row_from_folder(row: JobRow, keys: Iterable[str], folder: Path) -> None
 
 def _value_in_config(key: str, config: DictConfig, choices: Mapping[str, Any]) -> str | None:
     """Return a value as a user would type it; None if there is none, or it is a part of the config."""
-    if redact.named_secret(key):
-        return redact.HIDDEN
     if key in choices:
         option = choices[key]
         return None if option is None else as_typed(option)
@@ -141,7 +139,7 @@ def _value_in_config(key: str, config: DictConfig, choices: Mapping[str, Any]) -
         return None
     if value is _ABSENT or isinstance(value, DictConfig):
         return None
-    return as_typed(value)
+    return redact.HIDDEN if redact.is_secret(key, value) else as_typed(value)
 
 
 log = logging.getLogger(__name__)

@@ -61,6 +61,13 @@ def test_a_resumed_run_brings_its_overrides_and_those_given_now_win(run, given, 
         (["+c.mine.a=1", "~c.mine"], ["~c.mine"], ["+c.mine.a=1", "~c.mine"]),
         (["+c.mine.a=1", "~c.mine"], ["c=other"], ["c=other"]),
         (["~c.a", "+c.a=1"], ["~c.a"], ["~c.a", "+c.a=1", "~c.a"]),
+        # A key of every job gets its default again.
+        (["results.wandb.project=a", "results.wandb.mode=b"], ["~results.wandb"], []),
+        (["trainer.time_limit_s=600", "a=1"], ["~trainer.time_limit_s"], ["a=1"]),
+        (["trainer.time_limit_s=null", "seed=3"], ["~trainer.time_limit_s", "~seed"], []),
+        (["++results.retry_s=1", "results.retry_s=2"], ["~results.retry_s"], []),
+        (["trainer.epochs=1"], ["~trainer.time_limit_s"], ["trainer.epochs=1", "~trainer.time_limit_s"]),
+        (["trainer.epochs=1"], ["~trainer.epochs", "trainer.epochs=2"], ["trainer.epochs=2"]),
         # A group that is chosen now has its own keys.
         (["+loss.weight=[1]"], ["loss=mse", "loss.weight=2"], ["loss=mse", "loss.weight=2"]),
         (["data.val.a=1"], ["data=x", "~data.val.a"], ["data=x", "~data.val.a"]),

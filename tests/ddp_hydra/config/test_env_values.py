@@ -19,6 +19,8 @@ from ddp_hydra.config import env_values
         ("data.password", "${oc.decode:${oc.env:VALUE}}", None),
         ("secret.value", "${oc.decode:${oc.env:VALUE}}", None),
         ("data.scale", "${oc.decode:${oc.env:API_TOKEN}}", None),
+        ("model.d_key", "${oc.decode:${oc.env:VALUE}}", 4),
+        ("model.d_key", "${oc.env:PLACE}/.", None),
         ("data.scale", "${oc.decode:${oc.env:${data.which}}}", None),
         ("data.scale", "${oc.env:NOT_SET}", None),
         ("data.folder", "${oc.env:PLACE}/${data.other}", None),

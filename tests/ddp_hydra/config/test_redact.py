@@ -133,6 +133,42 @@ def test_secrets_are_found_inside_a_value(text, left):
     assert redact.without([text]) == [left]
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "model.d_key=64", "+model.n_token=-0.5", "model.d_key=1,2", "model.d_key=[8,16]", "model.extra_key=range(1,9)",
+        "model.d_key=tag(log,int(interval(4, 64)))", "model={d_key: 8, n_token: 1e-3}", "model.d_key=range(1,stop=9)",
+        "a=1,d_key=8,n=2", "model.d_key=[]",
+    ],
+)  # fmt: skip
+def test_numbers_of_five_digits_are_no_keys_nor_tokens(word):
+    assert redact.without([word]) == [word]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "password=1", "db.pin_password=12", "bank_pin=1234", "otp=123", "secret=0", "auth.pwd=12", "api_key=123456",
+        "token=100000", "api_key=1,123456", "token=007", "token='12'", "token=a12", "token=1a", "token=[1,x]",
+        "token=0x12", "token=12-34", "token=1 a", "apikey=1",
+        "key={a: 1}",
+    ],
+)  # fmt: skip
+def test_other_numbers_and_all_texts_of_secrets_are_hidden(word):
+    assert redact.without([word]) == [f"{word.partition('=')[0]}=***"]
+
+
+def test_a_number_in_a_config_is_shown_where_one_that_is_typed_is():
+    config = {"d_key": 8, "n_token": [1, 2.5], "extra_key": None, "api_key": 123456, "password": 1}
+    texts = {"token": "12", "key": ["12"], "auth": {"key": 1}}
+    shown = redact.without({**config, **texts})
+    assert shown == {**config, "api_key": "***", "password": "***", "token": "***", "key": "***", "auth": "***"}
+    assert not redact.holds_secret({"d_key": 8, "n_token": [1]})
+    assert all(redact.holds_secret(one) for one in ({"d_key": "8"}, {"api_key": 123456}, {"pwd": 1}))
+    assert redact.secret_line("model:\n  d_key: 8\n  n_token: [1, 2]") is None
+    assert redact.secret_line("a: 1\nd_key: '8'") == "d_key: '8'"
+
+
 def test_a_config_is_written_as_omegaconf_writes_it():
     """But for the places where long lines are broken."""
     values = ["1e-3", "null", "yes", "0x1", "~", "a: b", "${x}", "é\n", " x ", "1_000", "off", "#", "", "2026-11-25"]

@@ -117,6 +117,9 @@ def test_the_secrets_of_an_app_of_others_are_not_shown_and_do_not_make_it_anothe
         planned_job.take_over_folder(job)
     job.row.overrides = ["db.password=***"]
     planned_job.take_over_folder(job)
+    job.is_secret = True  # swept, so it may be another password
+    with pytest.raises(ConfigError, match=r"what may be another job \(db\.password=\*\*\*\)"):
+        planned_job.take_over_folder(job)
 
 
 @pytest.mark.parametrize(

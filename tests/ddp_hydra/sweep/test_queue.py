@@ -20,8 +20,9 @@ def row(number: int, override: str) -> JobRow:
     return JobRow(number, [override], str(number), JobState.done)
 
 
-def queue(earlier: list[JobRow]) -> JobQueue:
-    return JobQueue(Path(), None, OmegaConf.create({}), Need(), earlier, False)
+def queue(earlier: list[JobRow], typed: Sequence[str] = ()) -> JobQueue:
+    config = OmegaConf.create({"hydra": {"overrides": {"task": list(typed), "hydra": []}}})
+    return JobQueue(Path(), None, config, Need(), earlier, False)
 
 
 def numbered(jobs: JobQueue, override: str, wanted: int) -> tuple[int, JobRow | None]:
@@ -44,10 +45,34 @@ def test_a_job_is_known_again_where_its_overrides_come_in_another_order():
 
 def test_a_secret_is_in_no_row_and_its_job_is_known_again():
     typed = ["cluster.password=hunter2", "a=1"]
-    job = queue([]).add(typed, 0)
+    job = queue([], typed).add(typed, 0)
     assert job.row.overrides == ["cluster.password=***", "a=1"], "rows are written to files"
     assert job.overrides == typed, "which Hydra composes"
-    assert queue([job.row]).add(typed, 0).earlier is job.row
+    assert queue([job.row], typed).add(typed, 0).earlier is job.row
+    assert not job.is_secret
+
+
+@pytest.mark.parametrize("key", ["model.n_token", "hydra.job.env_set.API_TOKEN", "+data.password", "data.url"])
+def test_a_job_with_a_swept_secret_is_never_one_of_before(key, caplog):
+    """Its row is that of any other value."""
+    first, second = ("https://me:a@h", "https://me:b@h") if key == "data.url" else ("123456", "654321")
+    jobs = queue([], [f"{key}={first},{second}", "a=1"])
+    rows = [jobs.add([f"{key}={value}", "a=1"], number).row for number, value in enumerate((first, second))]
+    assert rows[0].overrides == rows[1].overrides
+    assert not caplog.text
+    again = queue(rows, [f"{key}={second},{first}", "a=1"])
+    found = [again.add([f"{key}={value}", "a=1"], number) for number, value in enumerate((second, first))]
+    assert [(job.row.number, job.earlier, job.is_secret) for job in found] == [(2, None, True), (3, None, True)]
+    assert [record.message for record in caplog.records] == [
+        f"{key.lstrip('+')} is swept and looks like a secret, which no file keeps: all jobs run anew"
+    ]
+
+
+def test_a_small_number_is_no_secret_of_a_sweep():
+    jobs = queue([], ["model.d_key=1,2"])
+    rows = [jobs.add([f"model.d_key={value}"], value - 1).row for value in (1, 2)]
+    again = queue(rows, ["model.d_key=2,3"])
+    assert [numbered(again, f"model.d_key={value}", value) for value in (2, 3)] == [(1, rows[1]), (3, None)]
 
 
 def test_a_job_whose_config_reads_another_value_of_a_variable_is_another_one():
