@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training.parallel.fsdp2 import whole_slots
+from ddp_hydra.rank.world import World
+from ddp_hydra.training.parallel.fsdp2 import FSDP2, whole_slots
 from ddp_hydra.training.parallel.units import units_of
 
 
@@ -17,6 +21,10 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention, self.mlp = nn.MultiheadAttention(8, 2), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum."""
+        return x + self.mlp(self.attention(x, x, x, need_weights=False)[0])
 
 
 class Decoder(nn.Module):
@@ -29,6 +37,13 @@ class Decoder(nn.Module):
         self.rotary = nn.Identity()
         if tied:
             self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Predict the next token."""
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
 
 
 class Whole(nn.Module):
@@ -88,6 +103,37 @@ def test_each_parameter_is_in_one_unit():
     inside = [one for unit in units for module in unit for one in module.parameters()]
     assert len(inside) == len(set(inside))
     assert torch.is_tensor(inside[0])
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_parameters_are_shares_after_a_validation(group, reshards):
+    """Also the ones that stay whole for a backward pass; the average takes them at the next step."""
+    world = World(0, 1, 1, dist.group.WORLD, dist.group.WORLD, "gloo")
+    parallel = FSDP2(world, min_params=300, reshard_after_forward=reshards)
+    trainer = {
+        "precision": "fp32",
+        "channels_last": None,
+        "compile": None,
+        "freeze": [],
+        "activation_checkpointing": [],
+    }
+    parallel.build(OmegaConf.create(trainer), Decoder, torch.device("cpu"))
+    average = parallel.build_average(0.9)
+    tokens = torch.zeros(2, 3, dtype=torch.long)
+
+    def whole(model: nn.Module) -> set[str]:
+        return {name for name, one in model.named_parameters() if not isinstance(one, DTensor)}
+
+    for model in (parallel.model, average.model):
+        with torch.no_grad():
+            model(tokens)
+        assert whole(model) == set()
+    average.update(parallel.model)
+    loss = parallel.model(tokens).square().mean()
+    kept = {"norm.weight", "norm.bias", "head.weight"}
+    assert kept <= whole(parallel.model)  # a training does not gather them twice
+    loss.backward()
+    assert whole(parallel.model) == set()
 
 
 def test_a_slot_of_one_shape_whatever_its_parameters_is_no_share():
