@@ -205,9 +205,10 @@ class FSDP2(Parallel):
         }
         if low:  # statistics of batches are fp32, and a norm takes parameters of their type
             policy = MixedPrecisionPolicy(output_dtype=low, cast_forward_inputs=False)
-            for norm in model.modules():
-                if isinstance(norm, _BatchNorm) and owns_its_parameters([norm], model):
-                    fully_shard(norm, mp_policy=policy, **given)
+            norms = [one for one in model.modules() if isinstance(one, _BatchNorm)]
+            for norm in (one for one in norms if owns_its_parameters([one], model)):
+                fully_shard(norm, mp_policy=policy, **given)
+                units = [unit for unit in units if unit != [norm]]
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
         for unit in units:  # a norm and the head are the first that the backward pass needs
             reshard = self.reshard_after_forward if len(unit) == 1 else False
