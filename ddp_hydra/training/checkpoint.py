@@ -6,7 +6,7 @@ import shutil
 import socket
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,11 @@ from ddp_hydra.training.parallel.weights import keep_loaded, load_part, unsaved
 from ddp_hydra.training.sharded_checkpoint import PARTS_IN, ReportingFile
 from ddp_hydra.training.state import FORMAT, TrainingState
 
-_OF_COMPILE, _OF_DDP = "_orig_mod.", "module."
+_OF_COMPILE, _OF_DDP, _OF_AVERAGE = "_orig_mod.", "module.", "n_averaged"
+# Not ema_state_dict: in files of mmengine, it holds the weights, and state_dict their average.
+_AVERAGES = "ema", "ema_model", "model_ema", "state_dict_ema"
+_STATES = *_AVERAGES, "model", "model_state_dict", "state_dict"
+"""The keys that hold weights in our checkpoints, and in most others."""
 
 
 def refuse_nonfinite(content: dict[str, Any], state: TrainingState) -> None:
@@ -108,21 +112,30 @@ def weights_in(path: Path) -> dict[str, torch.Tensor]:
         content: Any = read(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises about anything here
         raise CheckpointError(f"{path} can't be read as weights ({first_sentence(error)})") from None
-    for name in ("ema", "model", "state_dict"):  # the keys of our checkpoints and of most others
-        if isinstance(content, dict) and isinstance(content.get(name), dict):
-            content = content[name]
-    found = dict(plain_state.tensors(content)) if isinstance(content, dict) else {}
-    if not found or not all(isinstance(name, str) for name in found):
+    # An average may have its decay and its number of updates as tensors, and its weights as a list.
+    found = max(states_in(content), key=lambda state: any(one.ndim for one in state.values()), default={})
+    if not found:
         raise CheckpointError(f"{path} holds no weights: give a state_dict of names and tensors")
     return found
 
 
+def states_in(content: Any) -> Iterator[dict[str, torch.Tensor]]:
+    # Averages come first.
+    if not isinstance(content, dict):
+        return
+    for name in _STATES:
+        yield from states_in(content.get(name))
+    found = dict(plain_state.tensors(content))
+    if found and all(isinstance(name, str) for name in found):
+        yield found
+
+
 def own_names(names: Collection[str], known: Collection[str]) -> dict[str, str]:
-    # For each name in a file, the model's. torch.compile and DistributedDataParallel put something in front of both; a
-    # model's own names may begin so, too.
+    # For each name in a file, the model's. torch.compile, DistributedDataParallel and AveragedModel put something in
+    # front of both; a model's own names may begin so, too.
     own = {name.replace(_OF_COMPILE, ""): name for name in known}
     tries = [{name: name.replace(_OF_COMPILE, "") for name in names}]
-    while all(one.startswith(_OF_DDP) for one in tries[-1].values()):
+    while (rest := set(tries[-1].values()) - {_OF_AVERAGE}) and all(one.startswith(_OF_DDP) for one in rest):
         tries.append({name: one.removeprefix(_OF_DDP) for name, one in tries[-1].items()})
     best = max(tries, key=lambda found: sum(one in own for one in found.values()))
     return {name: own.get(one, one) for name, one in best.items()}

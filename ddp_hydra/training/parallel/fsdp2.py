@@ -184,7 +184,13 @@ class FSDP2(Parallel):
 
     def _shard_modules(self, model: nn.Module, is_trained: bool = True) -> nn.Module:
         # The order of torchtitan: activation checkpointing, compile, shard, from the inner modules to the outer ones.
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
 
         units = units_of(model, self.blocks, self.min_params)
         if is_trained:
@@ -199,9 +205,10 @@ class FSDP2(Parallel):
         }
         if low:  # statistics of batches are fp32, and a norm takes parameters of their type
             policy = MixedPrecisionPolicy(output_dtype=low, cast_forward_inputs=False)
-            for norm in model.modules():
-                if isinstance(norm, _BatchNorm) and owns_its_parameters([norm], model):
-                    fully_shard(norm, mp_policy=policy, **given)
+            norms = [one for one in model.modules() if isinstance(one, _BatchNorm)]
+            for norm in (one for one in norms if owns_its_parameters([one], model)):
+                fully_shard(norm, mp_policy=policy, **given)
+                units = [unit for unit in units if unit != [norm]]
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
         for unit in units:  # a norm and the head are the first that the backward pass needs
             reshard = self.reshard_after_forward if len(unit) == 1 else False
@@ -210,8 +217,8 @@ class FSDP2(Parallel):
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=outputs, output_dtype=outputs)
         fully_shard(model, mp_policy=policy, **given)
         weights.give_parameters_memory(model, torch.device("cpu") if self.cpu_offload else self.device)
-        # Torch keeps what lies outside of blocks whole for a backward pass, which a validation does not have.
-        model.register_forward_hook(lambda whole, *_: None if torch.is_grad_enabled() else whole.reshard())
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else reshard_all(sharded))
         return model
 
     def _shard_by_fn(self, model: nn.Module) -> set[nn.Parameter]:
@@ -389,6 +396,13 @@ def hidden_parameters(model: nn.Module) -> Iterator[str]:
                 if any(one.requires_grad and one.is_leaf and id(one) not in known for one in tensors):
                     yield f"{path}.{name}".lstrip(".")
                     break
+
+
+def reshard_all(modules: Iterable[Any]) -> None:
+    # Torch keeps the model itself, and modules without `reshard_after_forward`, whole for a backward pass, which a
+    # validation does not have. The optimizer and the average need shares.
+    for module in modules:
+        module.reshard()
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

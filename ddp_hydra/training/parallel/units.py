@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddp_hydra.errors import ConfigError
 
@@ -18,16 +19,17 @@ CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 
 def units_of(model: nn.Module, classes: Sequence[str] | None, min_params: float | None) -> list[list[nn.Module]]:
     # Modules whose parameters are gathered together, the inner ones first: blocks, and where no classes are given,
-    # large modules outside of them. A norm right before the last one goes with it.
+    # large modules outside of them. A norm between the other units and the last one goes with that.
     units = [[block] for block in blocks_of(model, classes)]
     if classes is not None or min_params is None:
         return units
     blocks = {block for (block,) in units}
     large = [[one] for one in large_modules(model, blocks, min_params) if owns_its_parameters([one], model)]
-    leaves = [one for one in leaves_outside(model, blocks) if next(one.parameters(), None) is not None]
-    if large and [leaves[-1]] in large and len(leaves) > 1 and "Norm" in type(leaves[-2]).__name__:
-        large[large.index([leaves[-1]])] = leaves[-2:]
-    return units + large
+    units += large
+    last = list(units_and_leaves(model, {module for (module,) in units}))[-2:]
+    if len(last) == 2 and last[1:] in large and not any(last[1].children()) and is_lone_norm(last[0], units, model):
+        units[units.index(last[1:])] = last
+    return units
 
 
 def blocks_of(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
@@ -86,10 +88,19 @@ def large_modules(model: nn.Module, blocks: set[nn.Module], least: float) -> lis
     return found
 
 
-def leaves_outside(model: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
+def units_and_leaves(model: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+    # What has parameters, in the order of the model's attributes.
     for child in model.children():
-        if child not in blocks:
-            yield from leaves_outside(child, blocks) if any(child.children()) else [child]
+        if child in units or not any(child.children()):
+            yield from [child] if any(True for _ in child.parameters()) else []
+        else:
+            yield from units_and_leaves(child, units)
+
+
+def is_lone_norm(module: nn.Module, units: Sequence[Sequence[nn.Module]], model: nn.Module) -> bool:
+    # A BatchNorm has another type than the head where the model computes in bf16.
+    is_norm = "Norm" in type(module).__name__ and not isinstance(module, _BatchNorm)
+    return is_norm and [module] not in units and owns_its_parameters([module], model)
 
 
 def parameters_of(unit: Sequence[nn.Module]) -> set[nn.Parameter]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from ddp_hydra import heartbeat
 from ddp_hydra.errors import CheckpointError
@@ -635,3 +636,57 @@ def test_weights_fit_where_parts_have_names_of_wrappers(saved, prefix, model, tm
     torch.save({f"{prefix}{name}": value for name, value in saved.state_dict().items()}, tmp_path / "weights.pt")
     assert load_fitting(tmp_path / "weights.pt", model, ALONE) == []
     assert flat(list(model.state_dict().values())) == flat(list(saved.state_dict().values()))
+
+
+def averaged(model: nn.Module) -> dict[str, Any]:
+    """Return the state of torch's average of a model."""
+    return AveragedModel(model).state_dict()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [averaged, lambda model: averaged(torch.compile(model)), lambda model: averaged(nn.ModuleDict({"module": model}))],
+    ids=["plain", "compiled", "of ddp"],
+)
+@pytest.mark.parametrize("build", [Holder, Both, lambda: nn.Linear(2, 3)])
+def test_weights_fit_that_torch_has_averaged(make, build, tmp_path):
+    saved, model = build(), build()
+    torch.save(make(saved), tmp_path / "weights.pt")
+    assert load_fitting(tmp_path / "weights.pt", model, ALONE) == []
+    assert flat(model.state_dict()) == flat(saved.state_dict())
+
+
+def filled(value: float) -> dict[str, Any]:
+    return {"weight": torch.full((3, 2), value), "bias": torch.full((3,), value)}
+
+
+RAW, AVERAGE, LIST = filled(1.0), filled(2.0), [*filled(2.0).values()]
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        ({"state_dict": RAW, "state_dict_ema": AVERAGE, "epoch": 1}, 2),  # timm
+        ({"model": RAW, "model_ema": averaged(nn.Linear(2, 3)) | {f"module.{k}": v for k, v in AVERAGE.items()}}, 2),
+        ({"state_dict": AVERAGE, "ema_state_dict": RAW}, 2),  # mmengine
+        ({"model": RAW, "ema_model": AVERAGE}, 2),
+        ({"model": RAW, "ema": AVERAGE}, 2),
+        ({"model": RAW, "ema": {"model": AVERAGE, "steps": 3}}, 2),  # ours
+        ({"model": RAW, "ema": None}, 1),
+        ({"model": RAW, "ema": {"decay": 0.9, "num_updates": 3, "shadow_params": LIST}}, 1),  # torch_ema
+        ({"model": RAW, "ema": {"decay": torch.tensor(0.9), "shadow": LIST}}, 1),
+        ({"model_state_dict": RAW, "optimizer_state_dict": {"state": {0: RAW}}, "loss": torch.tensor(0.5)}, 1),
+        ({"model": {"state_dict": RAW}}, 1),
+    ],
+)
+def test_of_the_weights_in_a_file_an_average_with_names_goes_first(content, wanted, tmp_path):
+    torch.save(content, tmp_path / "weights.pt")
+    model = nn.Linear(2, 3)
+    assert load_fitting(tmp_path / "weights.pt", model, ALONE) == []
+    assert flat(model.state_dict()) == flat(filled(wanted))
+
+
+def test_a_file_without_names_of_tensors_holds_no_weights(tmp_path):
+    torch.save({"ema": {"decay": 0.9, "shadow": LIST}, "state": {0: torch.ones(2)}}, tmp_path / "weights.pt")
+    with pytest.raises(CheckpointError, match="holds no weights: give a state_dict of names and tensors"):
+        load_fitting(tmp_path / "weights.pt", nn.Linear(2, 3), ALONE)

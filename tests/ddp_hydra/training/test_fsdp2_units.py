@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training.parallel.fsdp2 import whole_slots
+from ddp_hydra.rank.world import World
+from ddp_hydra.training.parallel.fsdp2 import FSDP2, whole_slots
 from ddp_hydra.training.parallel.units import units_of
 
 
@@ -18,17 +24,28 @@ class Block(nn.Module):
         super().__init__()
         self.attention, self.mlp = nn.MultiheadAttention(8, 2), nn.Linear(8, 8)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum."""
+        return x + self.mlp(self.attention(x, x, x, need_weights=False)[0])
+
 
 class Decoder(nn.Module):
     """A table, blocks, a norm and a head."""
 
     def __init__(self, tied: bool = False, blocks: int = 3) -> None:
         super().__init__()
-        self.table, self.norm, self.head = nn.Embedding(50, 8), nn.LayerNorm(8), nn.Linear(8, 50, bias=False)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.table, self.blocks = nn.Embedding(50, 8), nn.ModuleList(Block() for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 50, bias=False)
         self.rotary = nn.Identity()
         if tied:
             self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Predict the next token."""
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
 
 
 class Whole(nn.Module):
@@ -38,7 +55,19 @@ class Whole(nn.Module):
         super().__init__()
         decoder = Decoder(tied)
         self.model, self.head = decoder, decoder.head
-        del decoder.head
+        decoder.head = nn.Identity()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Predict the next token."""
+        return self.head(self.model(tokens))
+
+
+def sharded(make: Callable[[], nn.Module], precision: str = "fp32", **options: Any) -> FSDP2:
+    """Shard a model over the one rank of a group."""
+    parallel = FSDP2(World(0, 1, 1, dist.group.WORLD, dist.group.WORLD, "gloo"), **options)
+    without = {"channels_last": None, "compile": None, "freeze": [], "activation_checkpointing": []}
+    parallel.build(OmegaConf.create({"precision": precision, **without}), make, torch.device("cpu"))
+    return parallel
 
 
 def names(model: nn.Module, classes: list[str] | None = None, least: float | None = 300) -> list[list[str]]:
@@ -56,6 +85,84 @@ def test_large_modules_outside_of_blocks_are_units_and_the_last_one_takes_its_no
     assert names(Decoder(), ["Block"]) == BLOCKS  # what was named, and nothing else
 
 
+def layers(norm: type[nn.Module] = nn.LayerNorm) -> nn.Module:
+    """Return blocks."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), norm(8)) for _ in range(2)))
+
+
+def net(*parts: nn.Module) -> nn.Module:
+    """Return a model whose first layer takes 6 numbers."""
+    return nn.Sequential(nn.Linear(6, 8), *parts)
+
+
+def with_one_norm() -> nn.Module:
+    """Return a model that calls a norm twice."""
+    shared = nn.LayerNorm(8)
+    return net(shared, layers(), shared, nn.Linear(8, 50))
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], list[list[str]]]] = {
+    "a stem's norm, and blocks before the head": (
+        lambda: net(nn.BatchNorm1d(8), layers(nn.BatchNorm1d), nn.Linear(8, 50)),
+        [["2.1"], ["2.0"], ["3"]],
+    ),
+    "a stem's norm of samples": (
+        lambda: net(nn.GroupNorm(2, 8), layers(), nn.Linear(8, 50)),
+        [["2.1"], ["2.0"], ["3"]],
+    ),
+    "a norm of a batch before the head": (
+        lambda: net(layers(), nn.BatchNorm1d(8), nn.Linear(8, 50)),
+        [["1.1"], ["1.0"], ["3"]],
+    ),
+    "a final norm": (
+        lambda: net(nn.LayerNorm(8), layers(), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 50)),
+        [["2.1"], ["2.0"], ["3", "5"]],
+    ),
+    "a norm in the head": (
+        lambda: net(layers(), nn.Sequential(nn.LayerNorm(8), nn.Flatten(), nn.Linear(8, 50))),
+        [["1.1"], ["1.0"], ["2.0", "2.2"]],
+    ),
+    "a norm that is large itself": (
+        lambda: net(nn.Linear(8, 200), nn.LayerNorm(200), nn.Linear(200, 4)),
+        [["1"], ["2"], ["3"]],
+    ),
+    "a norm of a batch that is large itself": (
+        lambda: net(nn.Linear(8, 200), nn.BatchNorm1d(200), nn.Linear(200, 4)),
+        [["1"], ["2"], ["3"]],
+    ),
+    "a norm at the end of another large module": (
+        lambda: nn.Sequential(nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.LayerNorm(40)), nn.Linear(40, 16)),
+        [["0"], ["1"]],
+    ),
+    "layers with norms": (
+        lambda: net(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), nn.LayerNorm(8), nn.Linear(8, 50)),
+        [["2", "3"]],
+    ),
+    "one norm at two places": (with_one_norm, [["2.1"], ["2.0"], ["4"]]),
+}
+
+
+MAKES = [*(make for make, _ in NETS.values()), Decoder, partial(Decoder, True), Whole, partial(Whole, True)]
+IDS = [*NETS, "decoder", "tied decoder", "whole", "tied whole"]
+
+
+@pytest.mark.parametrize(("make", "wanted"), NETS.values(), ids=NETS)
+def test_a_norm_goes_with_the_last_module_where_it_is_called_right_before(make, wanted):
+    assert names(make()) == wanted
+
+
+@pytest.mark.parametrize("make", MAKES, ids=IDS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_each_parameter_is_sharded_once(group, make, precision):
+    """Torch refuses a module or a parameter that is in two units."""
+    for least in (1, 20, 100, 300, 450, None):
+        model = sharded(make, precision, min_params=least).model
+        with_tokens = isinstance(model, Decoder | Whole)
+        inputs = torch.zeros(2, 3, dtype=torch.long) if with_tokens else torch.randn(4, 6)
+        model(inputs).square().mean().backward()
+        assert all(isinstance(tensor, DTensor) for one in model.parameters() for tensor in (one, one.grad)), least
+
+
 def test_tied_parameters_stay_together():
     assert names(Decoder(tied=True)) == BLOCKS
     assert names(Whole(tied=True)) == [[f"model.{name}"] for (name,) in BLOCKS]
@@ -66,7 +173,8 @@ def test_without_blocks_modules_go_by_their_size():
         nn.Linear(8, 40), nn.Tanh(), nn.Sequential(nn.Linear(40, 5), nn.Linear(5, 30)), nn.Linear(30, 2)
     )
     assert names(net) == [["0"], ["2"]]
-    assert names(Decoder(blocks=1)) == [["table"], ["head"], ["blocks.0"]]  # attention computes with its parts' weights
+    # Attention computes with its parts' weights.
+    assert names(Decoder(blocks=1)) == [["table"], ["blocks.0"], ["norm", "head"]]
     assert names(nn.Linear(30, 30)) == []
 
 
@@ -82,12 +190,26 @@ def test_named_classes_have_to_be_there():
         units_of(Decoder(), ["Stage"], None)
 
 
-def test_each_parameter_is_in_one_unit():
-    model = Whole()
-    units = units_of(model, None, 300)
-    inside = [one for unit in units for module in unit for one in module.parameters()]
-    assert len(inside) == len(set(inside))
-    assert torch.is_tensor(inside[0])
+@pytest.mark.parametrize("reshards", [True, False])
+def test_parameters_are_shares_after_a_validation(group, reshards):
+    """Also the ones that stay whole for a backward pass; the average takes them at the next step."""
+    parallel = sharded(Decoder, min_params=300, reshard_after_forward=reshards)
+    average = parallel.build_average(0.9)
+    tokens = torch.zeros(2, 3, dtype=torch.long)
+
+    def whole(model: nn.Module) -> set[str]:
+        return {name for name, one in model.named_parameters() if not isinstance(one, DTensor)}
+
+    for model in (parallel.model, average.model):
+        with torch.no_grad():
+            model(tokens)
+        assert whole(model) == set()
+    average.update(parallel.model)
+    loss = parallel.model(tokens).square().mean()
+    kept = {"norm.weight", "norm.bias", "head.weight"}
+    assert kept <= whole(parallel.model)  # a training does not gather them twice
+    loss.backward()
+    assert whole(parallel.model) == set()
 
 
 def test_a_slot_of_one_shape_whatever_its_parameters_is_no_share():
