@@ -252,15 +252,23 @@ class ModelLoss(Task):
         A language model gives the mean loss of the labels that are not -100, and their number as `tokens`. A classifier
         gives the likeliest class, its probability, and its name if the classes have names; of tokens: a class of each.
         """
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        labels, plain = batch.get("labels") if isinstance(batch, Mapping) else None, bare(model)
         if isinstance(batch, Mapping):
-            batch = {name: part for name, part in batch.items() if name not in self.without}
-        output, plain = called(model, batch), bare(model)
-        logits = found(output, "logits")
+            given = {name: part for name, part in batch.items() if name not in self.without}
+            has_labels = any(name in given for name in ("labels", "label"))
+            left_out = [part for name, part in batch.items() if name not in given and isinstance(part, Tensor)]
+            is_one = any(part.shape[:1] == (1,) for part in left_out)
+        else:  # the model is called as it trains
+            given, has_labels, is_one = batch, isinstance(batch, (tuple, list)) and len(batch) > 1, False
+        output = called(model, given)
+        # A model without labels may squeeze what it predicts of one sample, or compute its loss nevertheless.
+        logits = found(output, "logits", has_labels or (False if is_one else None))
+        if logits is None:
+            return output[0] if isinstance(output, (tuple, list)) and len(output) == 1 else output
         if not isinstance(logits, Tensor) or not _is_of_transformers(plain):
-            return output if logits is None else logits
+            return logits
         if type(plain).__name__.endswith("Classification"):
-            return self._classes(plain.config, logits.float(), batch)
+            return self._classes(plain.config, logits.float(), given)
         rule = _by_name(plain) if self.shift is None else "shift" if self.shift else "all"
         if not rule or not isinstance(labels, Tensor) or labels.ndim != 2 or logits.shape[:-1] != labels.shape:
             return logits
@@ -332,13 +340,20 @@ def refused_column(error: str, model: str, batch: Mapping[str, Any]) -> str:
     return ""
 
 
-def found(output: Any, name: str) -> Any:
-    """Return a part of a model's output; None if it has none."""
+def found(output: Any, name: str, has_loss: bool | None = True) -> Any:
+    """Return a part of a model's output; None if it has none.
+
+    Args:
+        has_loss: a tuple that begins with one number begins with the loss; None: only if this is a scalar.
+    """
     if isinstance(output, Mapping):
         return output.get(name)
     if hasattr(output, name):
         return getattr(output, name)
     if isinstance(output, (tuple, list)) and output and name in ("loss", "logits"):
-        has_loss = len(output) > 1 and isinstance(output[0], Tensor) and output[0].numel() == 1
-        return output[1 if name == "logits" and has_loss else 0]
+        first = output[0]
+        is_number = isinstance(first, Tensor) and first.numel() == 1
+        is_loss = is_number and (first.ndim == 0 if has_loss is None else has_loss)
+        parts = output[1:] if name == "logits" and is_loss else output
+        return parts[0] if parts else None
     return output if name == "loss" else None

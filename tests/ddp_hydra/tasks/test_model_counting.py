@@ -287,6 +287,9 @@ def test_the_logits_of_a_tuple_follow_the_loss(loss):
     logits, hidden = torch.zeros(2, 3), torch.zeros(2, 8)
     assert found((loss, logits, hidden), "logits") is logits
     assert found((logits, hidden), "logits") is logits
+    assert found((loss,), "logits") is None
+    number = logits[:1, :1]
+    assert found((number, hidden), "logits", has_loss=False) is number
 
 
 def test_a_language_model_predicts_the_loss_of_each_row():
