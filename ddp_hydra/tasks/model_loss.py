@@ -36,6 +36,11 @@ def _is_of_transformers(model: Any) -> bool:
     return any(kind.__module__.partition(".")[0] in ("transformers", "peft") for kind in type(model).__mro__)
 
 
+def _has_decoder(model: Any) -> bool:
+    """Return whether a model has an encoder and a decoder."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
 def _by_name(model: Any) -> str:
     """Return the rule of a class of transformers; "" where its name tells none."""
     if not _is_of_transformers(model):
@@ -43,7 +48,7 @@ def _by_name(model: Any) -> str:
     names = [kind.__name__ for kind in type(model).__mro__]
     if any(map(_LEAVES_OUT_PADDING.search, names)):
         return "masked all"
-    if any(map(_PREDICTS_ALL.search, names)) or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if any(map(_PREDICTS_ALL.search, names)) or _has_decoder(model):
         return "all"
     return "shift" if any(map(_SHIFTS.search, names)) else ""
 
@@ -130,6 +135,7 @@ def _mean(logits: Tensor, labels: Tensor, rule: str) -> float | None:
 
 
 _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
+_DECODER = re.compile(r"decoder|inputs_embeds")
 _TARGET = re.compile(r"Target (-?\d+) is out of bounds")
 
 
@@ -140,7 +146,8 @@ class ModelLoss(Task):
     those that are not -100, else over the samples.
 
     Args:
-        without: keys of the batch that the model is not given when it predicts, such as its labels.
+        without: keys of the batch that the model is not given when it predicts, such as its labels. A model that makes
+            the inputs of its decoder of `labels` is given these.
         shift: the model predicts labels[:, 1:], as causal language models do whose labels are their inputs; False: it
             predicts all labels; None: found from its class or, where that doesn't tell, from loss and logits of the
             batches, until one has told: on a GPU, they are waited for.
@@ -254,7 +261,8 @@ class ModelLoss(Task):
         """
         labels, plain = batch.get("labels") if isinstance(batch, Mapping) else None, bare(model)
         if isinstance(batch, Mapping):
-            given = {name: part for name, part in batch.items() if name not in self.without}
+            kept = ("labels",) if _decodes_labels(plain, batch) else ()
+            given = {name: part for name, part in batch.items() if name in kept or name not in self.without}
             has_labels = any(name in given for name in ("labels", "label"))
             left_out = [part for name, part in batch.items() if name not in given and isinstance(part, Tensor)]
             is_one = any(part.shape[:1] == (1,) for part in left_out)
@@ -301,13 +309,35 @@ def bare(model: Any) -> Any:
     return model
 
 
+def _makes_decoder_inputs(model: Any, batch: Mapping[str, Any]) -> bool:
+    """Return whether a model has to make the inputs of its decoder itself."""
+    has_none = all(batch.get(name) is None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    return has_none and _has_decoder(model)
+
+
+def _decodes_labels(model: Any, batch: Mapping[str, Any]) -> bool:
+    """Return whether a model makes the decoder's inputs of its labels, which are sequences."""
+    labels, is_classifier = batch.get("labels"), type(model).__name__.endswith("Classification")
+    is_sequence = isinstance(labels, Tensor) and labels.ndim > 1 and not is_classifier
+    return is_sequence and _makes_decoder_inputs(model, batch)
+
+
 def called(model: Any, batch: Any) -> Any:
     """Call a model with a batch: by keywords, by position, or with the batch itself."""
     if isinstance(batch, Mapping):
         try:
             return model(**batch)
         except (TypeError, AttributeError, ValueError, IndexError) as error:
-            if reason := refused_column(str(error), type(bare(model)).__name__, batch):
+            plain = bare(model)
+            reason = refused_column(str(error), type(plain).__name__, batch)
+            lacks_labels = "labels" not in batch and _makes_decoder_inputs(plain, batch)
+            if not reason and lacks_labels and _DECODER.search(str(error)):
+                reason = (
+                    f"{type(plain).__name__} makes the inputs of its decoder of labels, and the batch has "
+                    f"{', '.join(batch)}: give data with labels or decoder_input_ids; to write new sequences, give a "
+                    "task of your own whose predict calls model.generate"
+                )
+            if reason:
                 raise ConfigError(f"{reason} ({type(error).__name__}: {error})") from error
             raise
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

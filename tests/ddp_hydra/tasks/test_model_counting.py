@@ -307,6 +307,34 @@ def test_a_language_model_predicts_the_loss_of_each_row():
     assert ModelLoss().predict(made, {"input_ids": IDS}).shape == (*IDS.shape, CLASSES)
 
 
+def test_a_decoder_whose_inputs_are_made_of_labels_gets_them_when_it_predicts():
+    given: list[list[str]] = []
+
+    def decoded(logits: Tensor, labels: Tensor | None, **batch: Any) -> Any:
+        given.append([*batch, *(["labels"] if labels is not None else [])])
+        if labels is None and "decoder_input_ids" not in batch:
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        scores = logits[:, :2]
+        return (scores,) if labels is None else (every(scores, labels), scores)
+
+    made = model("T5ForConditionalGeneration", lambda *args, **batch: None, **ENCODER)
+    made.loss_of = decoded
+    targets = IDS[:, :2].clone()
+    targets[0, 1] = -100
+    for more in ({}, {"decoder_input_ids": targets}):
+        for rows in (1, len(IDS)):
+            batch = {"input_ids": IDS, "labels": targets, **more}
+            found = ModelLoss().predict(made, cut(batch, 0, rows))
+            assert found["tokens"].tolist() == [1, *[2] * (rows - 1)]
+            wanted = F.cross_entropy(made.scores(IDS[:1, :1]).flatten(0, 1).float(), targets[0, :1])
+            torch.testing.assert_close(found["loss"][0], wanted)
+    assert given == [["labels"]] * 2 + [["decoder_input_ids"]] * 2
+    with pytest.raises(
+        ConfigError, match="decoder of labels, and the batch has input_ids: give data with labels or dec"
+    ):
+        ModelLoss().predict(made, {"input_ids": IDS})
+
+
 def test_a_classifier_predicts_classes_by_their_names():
     def rows(logits: Tensor, labels: Tensor | None) -> Any:
         return {"logits": logits[:, 0]}
