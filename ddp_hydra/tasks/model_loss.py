@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -24,10 +25,20 @@ _PREDICTS_ALL = re.compile(
     r"ForCausalLM$"
 )
 """Classes of transformers whose labels are not shifted, although the names of some look so."""
+_LEAVES_OUT_PADDING = re.compile(
+    r"^(BioGpt|Mra|XLMRobertaXL|Yoso)ForTokenClassification$|^(Electra|Funnel)ForPreTraining$"
+)
+RULES = ("all", "masked all", "shift", "masked shift")
+"""Which labels count that are not -100: all, or all but the first of a row; "masked": where attention_mask is 1."""
 
 
 def _is_of_transformers(model: Any) -> bool:
     return any(kind.__module__.partition(".")[0] in ("transformers", "peft") for kind in type(model).__mro__)
+
+
+def _has_decoder(model: Any) -> bool:
+    """Return whether a model has an encoder and a decoder."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _by_name(model: Any) -> str:
@@ -35,7 +46,9 @@ def _by_name(model: Any) -> str:
     if not _is_of_transformers(model):
         return ""
     names = [kind.__name__ for kind in type(model).__mro__]
-    if any(map(_PREDICTS_ALL.search, names)) or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if any(map(_LEAVES_OUT_PADDING.search, names)):
+        return "masked all"
+    if any(map(_PREDICTS_ALL.search, names)) or _has_decoder(model):
         return "all"
     return "shift" if any(map(_SHIFTS.search, names)) else ""
 
@@ -56,36 +69,73 @@ def _answers(batch: Mapping[str, Any], start_logits: Any) -> int | Tensor | None
     return first
 
 
-def rule_of(loss: Tensor, logits: Tensor, labels: Tensor, mask: Tensor | None = None) -> str:
-    """Return which labels a loss is the mean over: "all", "shift", "elements" or "mask"; "" if none gives its value."""
-    values = {name: float(value) for name, value in _candidates(logits.float(), labels.long(), mask)}
-    value = float(loss)
-    if value != value:  # nothing counts
-        return next((name for name, candidate in values.items() if candidate != candidate), "")
-    errors = sorted((abs(candidate - value), name) for name, candidate in values.items() if candidate == candidate)
-    if not errors or errors[0][0] >= 0.01 * max(value, 0.01):
-        return ""
-    is_clear = len(errors) == 1 or errors[0][0] < 0.5 * errors[1][0]
-    return errors[0][1] if is_clear else ""
+def counting(rule: str, labels: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the labels that count, at the places of the logits that predict them; -100 at all others."""
+    if mask is not None and rule.startswith("masked"):
+        labels = labels.where(mask == 1, IGNORED)
+    if rule.endswith("shift") and labels.ndim > 1:
+        labels = F.pad(labels[..., 1:], (0, 1), value=IGNORED)
+    return labels
 
 
-def _candidates(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Any:
+def rules_of(
+    loss: Tensor, logits: Tensor, labels: Tensor, mask: Tensor | None = None, known: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Return the rules that a loss may follow, the likeliest first; () if it is no mean by any.
+
+    Two rules that count the same labels in this batch are both returned: another batch tells them apart.
+
+    Args:
+        mask: of the shape of the labels.
+        known: the rules that earlier batches have left; () before the first.
+    """
+    alike: list[tuple[tuple[str, ...], Tensor]] = []
+    for rule in (one for one in RULES if one in (known or RULES)):
+        counted = counting(rule, labels, mask)
+        if alike and rule == f"masked {alike[-1][0][0]}" and (mask is None or torch.equal(counted, alike[-1][1])):
+            alike[-1] = ((*alike[-1][0], rule), counted)
+        else:
+            alike.append(((rule,), counted))
+    if known and len(alike) == 1:
+        return alike[0][0]
+    logits, value = logits.float(), float(loss)
+    means = [(mean, rules) for rules, counted in alike if (mean := _mean(logits, counted, rules[0])) is not None]
+    if not math.isfinite(value):  # nothing counts, or the model has diverged
+        return tuple(rule for mean, rules in means if mean != mean for rule in rules) or tuple(known) or RULES
+    # A model may return 0 where nothing counts.
+    errors = [(abs((mean if mean == mean else 0.0) - value), rules) for mean, rules in means]
+    errors.sort(key=lambda one: (one[0], not one[1][0].startswith("masked")))
+    scale = max(value, 0.01)
+    near = [one for one in errors if errors[0][0] >= 0.5 * one[0] - 1e-6 * scale]
+    found = tuple(rule for _, rules in near for rule in rules)
+    if known:
+        return found or tuple(known)
+    is_near = bool(near) and near[0][0] < 0.01 * scale
+    differ = len(near) < 2 or near[-1][0] - near[0][0] > 1e-6 * scale  # they don't where all logits are 0
+    return found if is_near and differ and _are_of_one_shift(found) else ()
+
+
+def _are_of_one_shift(rules: Sequence[str]) -> bool:
+    return len({rule.endswith("shift") for rule in rules}) == 1
+
+
+def _mean(logits: Tensor, labels: Tensor, rule: str) -> float | None:
+    """Return the mean of the usual loss over the labels that are not -100; None if the logits have no such loss."""
+    kept, shifts = labels != IGNORED, rule.endswith("shift")
     if logits.shape == labels.shape:
-        yield "elements", F.binary_cross_entropy_with_logits(logits, labels.float())
-        if mask is not None and mask.shape == labels.shape and bool((mask != 1).any()):
-            yield "mask", F.binary_cross_entropy_with_logits(logits[mask == 1], labels[mask == 1].float())
-    kept = labels[labels != IGNORED]
-    axes = (-1, 1) if logits.ndim > 1 else ()
+        return None if shifts else float(F.binary_cross_entropy_with_logits(logits[kept], labels[kept].float()))
+    axes = (-1,) if shifts else (-1, 1) if logits.ndim > 1 else ()
     axis = next((axis for axis in axes if logits.movedim(axis, -1).shape[:-1] == labels.shape), None)
-    if axis is None or not len(kept) or int(kept.max()) >= logits.shape[axis] or int(kept.min()) < 0:
-        return
-    logits = logits.movedim(axis, -1)
-    yield "all", F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-    if axis == -1 and labels.ndim > 1:
-        yield "shift", F.cross_entropy(logits[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten())
+    if axis is None or (shifts and labels.ndim == 1):
+        return None
+    classes = labels[kept]
+    if len(classes) and (int(classes.max()) >= logits.shape[axis] or int(classes.min()) < 0):
+        return None
+    return float(F.cross_entropy(logits.movedim(axis, -1).flatten(0, -2), labels.long().flatten()))
 
 
 _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
+_DECODER = re.compile(r"decoder|inputs_embeds")
 _TARGET = re.compile(r"Target (-?\d+) is out of bounds")
 
 
@@ -96,10 +146,11 @@ class ModelLoss(Task):
     those that are not -100, else over the samples.
 
     Args:
-        without: keys of the batch that the model is not given when it predicts, such as its labels.
+        without: keys of the batch that the model is not given when it predicts, such as its labels. A model that makes
+            the inputs of its decoder of `labels` is given these.
         shift: the model predicts labels[:, 1:], as causal language models do whose labels are their inputs; False: it
             predicts all labels; None: found from its class or, where that doesn't tell, from loss and logits of the
-            first batch with labels that count: on a GPU, they are waited for.
+            batches, until one has told: on a GPU, they are waited for.
         names: of the classes of a classifier.
     """
 
@@ -109,7 +160,8 @@ class ModelLoss(Task):
         shift: bool | None = None,
         names: Sequence[str] = (),
     ) -> None:
-        self.without, self.shift, self.names, self.rule = tuple(without), shift, names, ""
+        self.without, self.shift, self.names = tuple(without), shift, names
+        self.rules: tuple[str, ...] = ()  # which the batches so far have left; () before the first
 
     def step(self, model: Any, batch: Any) -> Step:
         """Take the loss from the output, and count the labels that it is a mean of."""
@@ -143,24 +195,34 @@ class ModelLoss(Task):
             # With one class, it divides by all pixels.
             return n_all if getattr(config, "num_labels", None) == 1 else (labels != IGNORED).sum(), labels, False
         logits = found(output, "logits")
-        rule = self._rule(model, batch, loss, logits if isinstance(logits, Tensor) else None, labels)
-        if rule == "mask":
-            labels = labels.where(batch["attention_mask"] == 1, IGNORED)
-        if rule == "shift" and labels.ndim > 1:
-            labels = F.pad(labels[..., 1:], (0, 1), value=IGNORED)
-        return n_all if rule == "elements" else (labels != IGNORED).sum(), labels, False
+        mask = batch.get("attention_mask")
+        mask = mask if isinstance(mask, Tensor) and mask.shape == labels.shape else None
+        rule = self._rule(model, batch, loss, logits if isinstance(logits, Tensor) else None, labels, mask)
+        labels = counting(rule, labels, mask)
+        return (labels != IGNORED).sum(), labels, False
 
-    def _rule(self, model: Any, batch: Mapping[str, Any], loss: Tensor, logits: Tensor | None, labels: Tensor) -> str:
-        """Return "all", "shift", "elements" or "mask": which labels count."""
+    def _rule(
+        self,
+        model: Any,
+        batch: Mapping[str, Any],
+        loss: Tensor,
+        logits: Tensor | None,
+        labels: Tensor,
+        mask: Tensor | None,
+    ) -> str:
+        """Return the rule of a batch, one of RULES. It is right in each batch, so ranks and a resume need not agree."""
         if self.shift is not None:
             return "shift" if self.shift else "all"
         others = [name for name in batch if name != "labels" and name.endswith(("_label", "_labels"))]
-        if not self.rule and not others:
-            self.rule = _by_name(model)
-            if not self.rule and logits is not None:
-                self.rule = rule_of(loss, logits, labels, batch.get("attention_mask"))
-        if self.rule or not bool((labels != IGNORED).any()):
-            return self.rule or "all"
+        if not others:
+            self.rules = self.rules or tuple(filter(None, [_by_name(model)]))
+            if len(self.rules) != 1 and logits is not None:
+                found = rules_of(loss, logits, labels, mask, self.rules)
+                if found and not _are_of_one_shift(found):  # the loss is not finite
+                    return found[0]
+                self.rules = found
+        if self.rules or not bool((labels != IGNORED).any()):
+            return self.rules[0] if self.rules else "all"
         name, why = type(model).__name__, "loss and logits of the first batch are no plain cross-entropy of the labels"
         if others:
             why = f"the batch has {', '.join(others)} and labels"
@@ -174,7 +236,7 @@ class ModelLoss(Task):
             "-100; give a task of your own with Step(loss, n) where it is a mean over something else",
             stacklevel=2,
         )
-        self.rule = "all"
+        self.rules = ("all",)
         return "all"
 
     def update_metric(self, metric: Any, step: Step) -> None:
@@ -197,15 +259,24 @@ class ModelLoss(Task):
         A language model gives the mean loss of the labels that are not -100, and their number as `tokens`. A classifier
         gives the likeliest class, its probability, and its name if the classes have names; of tokens: a class of each.
         """
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        labels, plain = batch.get("labels") if isinstance(batch, Mapping) else None, bare(model)
         if isinstance(batch, Mapping):
-            batch = {name: part for name, part in batch.items() if name not in self.without}
-        output, plain = called(model, batch), bare(model)
-        logits = found(output, "logits")
+            kept = ("labels",) if _decodes_labels(plain, batch) else ()
+            given = {name: part for name, part in batch.items() if name in kept or name not in self.without}
+            has_labels = any(name in given for name in ("labels", "label"))
+            left_out = [part for name, part in batch.items() if name not in given and isinstance(part, Tensor)]
+            is_one = any(part.shape[:1] == (1,) for part in left_out)
+        else:  # the model is called as it trains
+            given, has_labels, is_one = batch, isinstance(batch, (tuple, list)) and len(batch) > 1, False
+        output = called(model, given)
+        # A model without labels may squeeze what it predicts of one sample, or compute its loss nevertheless.
+        logits = found(output, "logits", has_labels or (False if is_one else None))
+        if logits is None:
+            return output[0] if isinstance(output, (tuple, list)) and len(output) == 1 else output
         if not isinstance(logits, Tensor) or not _is_of_transformers(plain):
-            return output if logits is None else logits
+            return logits
         if type(plain).__name__.endswith("Classification"):
-            return self._classes(plain.config, logits.float(), batch)
+            return self._classes(plain.config, logits.float(), given)
         rule = _by_name(plain) if self.shift is None else "shift" if self.shift else "all"
         if not rule or not isinstance(labels, Tensor) or labels.ndim != 2 or logits.shape[:-1] != labels.shape:
             return logits
@@ -238,13 +309,35 @@ def bare(model: Any) -> Any:
     return model
 
 
+def _makes_decoder_inputs(model: Any, batch: Mapping[str, Any]) -> bool:
+    """Return whether a model has to make the inputs of its decoder itself."""
+    has_none = all(batch.get(name) is None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    return has_none and _has_decoder(model)
+
+
+def _decodes_labels(model: Any, batch: Mapping[str, Any]) -> bool:
+    """Return whether a model makes the decoder's inputs of its labels, which are sequences."""
+    labels, is_classifier = batch.get("labels"), type(model).__name__.endswith("Classification")
+    is_sequence = isinstance(labels, Tensor) and labels.ndim > 1 and not is_classifier
+    return is_sequence and _makes_decoder_inputs(model, batch)
+
+
 def called(model: Any, batch: Any) -> Any:
     """Call a model with a batch: by keywords, by position, or with the batch itself."""
     if isinstance(batch, Mapping):
         try:
             return model(**batch)
         except (TypeError, AttributeError, ValueError, IndexError) as error:
-            if reason := refused_column(str(error), type(bare(model)).__name__, batch):
+            plain = bare(model)
+            reason = refused_column(str(error), type(plain).__name__, batch)
+            lacks_labels = "labels" not in batch and _makes_decoder_inputs(plain, batch)
+            if not reason and lacks_labels and _DECODER.search(str(error)):
+                reason = (
+                    f"{type(plain).__name__} makes the inputs of its decoder of labels, and the batch has "
+                    f"{', '.join(batch)}: give data with labels or decoder_input_ids; to write new sequences, give a "
+                    "task of your own whose predict calls model.generate"
+                )
+            if reason:
                 raise ConfigError(f"{reason} ({type(error).__name__}: {error})") from error
             raise
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
@@ -277,13 +370,20 @@ def refused_column(error: str, model: str, batch: Mapping[str, Any]) -> str:
     return ""
 
 
-def found(output: Any, name: str) -> Any:
-    """Return a part of a model's output; None if it has none."""
+def found(output: Any, name: str, has_loss: bool | None = True) -> Any:
+    """Return a part of a model's output; None if it has none.
+
+    Args:
+        has_loss: a tuple that begins with one number begins with the loss; None: only if this is a scalar.
+    """
     if isinstance(output, Mapping):
         return output.get(name)
     if hasattr(output, name):
         return getattr(output, name)
     if isinstance(output, (tuple, list)) and output and name in ("loss", "logits"):
-        has_loss = len(output) > 1 and isinstance(output[0], Tensor) and output[0].numel() == 1
-        return output[1 if name == "logits" and has_loss else 0]
+        first = output[0]
+        is_number = isinstance(first, Tensor) and first.numel() == 1
+        is_loss = is_number and (first.ndim == 0 if has_loss is None else has_loss)
+        parts = output[1:] if name == "logits" and is_loss else output
+        return parts[0] if parts else None
     return output if name == "loss" else None

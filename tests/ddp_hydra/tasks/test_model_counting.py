@@ -73,6 +73,31 @@ def replaced(logits: Tensor, labels: Tensor, attention_mask: Tensor | None = Non
     return {"loss": F.binary_cross_entropy_with_logits(logits[kept], labels[kept].double()), "logits": logits}
 
 
+def bits(logits: Tensor, labels: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+    logits, kept = logits[..., 0], labels != -100
+    return {"loss": F.binary_cross_entropy_with_logits(logits[kept], labels[kept].double()), "logits": logits}
+
+
+def unpadded(logits: Tensor, labels: Tensor, attention_mask: Tensor) -> Tensor:
+    return every(logits, labels.where(attention_mask == 1, -100))
+
+
+def padded(logits: Tensor, labels: Tensor, attention_mask: Tensor) -> Tensor:
+    return every(logits, labels)
+
+
+def unpadded_shifted(logits: Tensor, labels: Tensor, attention_mask: Tensor) -> Tensor:
+    return shifted(logits, labels.where(attention_mask == 1, -100))
+
+
+def padded_shifted(logits: Tensor, labels: Tensor, attention_mask: Tensor) -> Tensor:
+    return shifted(logits, labels)
+
+
+def without_nan(logits: Tensor, labels: Tensor, attention_mask: Tensor) -> Tensor:
+    return unpadded(logits, labels, attention_mask).nan_to_num()
+
+
 def answers(logits: Tensor, labels: None, start_positions: Tensor, end_positions: Tensor) -> dict[str, Tensor]:
     start, end = logits[..., 0], logits[..., 1]
     loss = sum(
@@ -148,6 +173,60 @@ def test_any_split_has_the_gradient_and_the_loss_of_the_whole(name, split):
     check(task, made, batch, made(**batch)["loss"], split)
 
 
+FULL = (torch.arange(SAMPLES) < SAMPLES // 2)[:, None]
+LATE_MASK = MASK.where(~FULL, 1)
+LATE: dict[str, tuple[Model, Tensor]] = {
+    "Electra": (model("ElectraForPreTraining", replaced, outputs=1), BITS),
+    "tokens of BioGpt": (model("BioGptForTokenClassification", unpadded), IDS),
+    "Granite": (model("GraniteSpeechForConditionalGeneration", unpadded_shifted), IDS),
+    "bits": (model("Mine", replaced, transformers=False, outputs=1), BITS),
+    "bits that are not -100": (
+        model("Mine", bits, transformers=False, outputs=1),
+        BITS.where((LATE_MASK == 1) | (IDS == 1), -100),
+    ),
+    "classes": (model("Mine", unpadded, transformers=False), IDS),
+    "classes, 0 where none counts": (model("Mine", without_nan, transformers=False), IDS),
+    "classes, with padding": (model("Mine", padded, transformers=False), IDS),
+    "next tokens": (model("Mine", unpadded_shifted, transformers=False), IDS),
+    "next tokens, with padding": (model("Mine", padded_shifted, transformers=False), IDS),
+}
+
+
+@pytest.mark.parametrize("split", [*SPLITS, (3, 1, 4)], ids=str)
+@pytest.mark.parametrize("name", LATE)
+def test_a_batch_without_padding_does_not_tell_whether_padding_counts(name, split):
+    made, targets = LATE[name]
+    batch = {"input_ids": IDS, "labels": targets, "attention_mask": LATE_MASK}
+    check(ModelLoss(), made, batch, made(**batch)["loss"], split)
+
+
+def test_ranks_and_a_resume_weigh_a_batch_alike_whatever_they_have_seen():
+    made, targets = LATE["classes"]
+    batch = {"input_ids": IDS, "labels": targets, "attention_mask": LATE_MASK}
+    full, late = cut(batch, 0, SAMPLES // 2), cut(batch, SAMPLES // 2, SAMPLES)
+    has_seen = ModelLoss()
+    assert has_seen.step(made, full).n == full["labels"].numel()
+    assert has_seen.step(made, late).n == ModelLoss().step(made, late).n == late["attention_mask"].sum()
+    assert has_seen.step(made, full).n == full["labels"].numel()
+
+
+def test_what_padding_counts_is_asked_for_where_all_logits_are_alike():
+    made, targets = model("Mine", replaced, transformers=False, outputs=1), BITS
+    torch.nn.init.zeros_(made.scores.weight)
+    task, batch = ModelLoss(), {"input_ids": IDS, "labels": targets, "attention_mask": MASK}
+    with pytest.raises(ConfigError, match="the loss of Mine is a mean over can't be told"):
+        task.step(made, batch)
+
+
+def test_a_loss_that_is_not_finite_tells_nothing():
+    made, task = model("Mine", shifted, transformers=False), ModelLoss()
+    batch, weight = {"input_ids": IDS[:4], "labels": IDS[:4]}, made.scores.weight.detach().clone()
+    torch.nn.init.constant_(made.scores.weight, float("nan"))
+    task.step(made, batch)
+    made.scores.weight.data.copy_(weight)
+    assert task.step(made, batch).n == 4 * (TIME - 1)
+
+
 def test_starts_that_count_without_their_ends_are_refused():
     batch = {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([1, TIME])}
     with pytest.raises(ConfigError, match=r"2 of the start_positions .* but 1 of the end_positions.*set both to 0"):
@@ -208,6 +287,9 @@ def test_the_logits_of_a_tuple_follow_the_loss(loss):
     logits, hidden = torch.zeros(2, 3), torch.zeros(2, 8)
     assert found((loss, logits, hidden), "logits") is logits
     assert found((logits, hidden), "logits") is logits
+    assert found((loss,), "logits") is None
+    number = logits[:1, :1]
+    assert found((number, hidden), "logits", has_loss=False) is number
 
 
 def test_a_language_model_predicts_the_loss_of_each_row():
@@ -223,6 +305,34 @@ def test_a_language_model_predicts_the_loss_of_each_row():
     masked = ModelLoss().predict(model("BertForMaskedLM", without_loss), {"input_ids": IDS, "labels": targets})
     assert masked["tokens"].tolist()[:2] == [2, 0]
     assert ModelLoss().predict(made, {"input_ids": IDS}).shape == (*IDS.shape, CLASSES)
+
+
+def test_a_decoder_whose_inputs_are_made_of_labels_gets_them_when_it_predicts():
+    given: list[list[str]] = []
+
+    def decoded(logits: Tensor, labels: Tensor | None, **batch: Any) -> Any:
+        given.append([*batch, *(["labels"] if labels is not None else [])])
+        if labels is None and "decoder_input_ids" not in batch:
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        scores = logits[:, :2]
+        return (scores,) if labels is None else (every(scores, labels), scores)
+
+    made = model("T5ForConditionalGeneration", lambda *args, **batch: None, **ENCODER)
+    made.loss_of = decoded
+    targets = IDS[:, :2].clone()
+    targets[0, 1] = -100
+    for more in ({}, {"decoder_input_ids": targets}):
+        for rows in (1, len(IDS)):
+            batch = {"input_ids": IDS, "labels": targets, **more}
+            found = ModelLoss().predict(made, cut(batch, 0, rows))
+            assert found["tokens"].tolist() == [1, *[2] * (rows - 1)]
+            wanted = F.cross_entropy(made.scores(IDS[:1, :1]).flatten(0, 1).float(), targets[0, :1])
+            torch.testing.assert_close(found["loss"][0], wanted)
+    assert given == [["labels"]] * 2 + [["decoder_input_ids"]] * 2
+    with pytest.raises(
+        ConfigError, match="decoder of labels, and the batch has input_ids: give data with labels or dec"
+    ):
+        ModelLoss().predict(made, {"input_ids": IDS})
 
 
 def test_a_classifier_predicts_classes_by_their_names():

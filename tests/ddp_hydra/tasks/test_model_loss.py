@@ -24,7 +24,43 @@ def test_loss_and_logits_are_found_in_what_models_return(output):
     task = ModelLoss()
     step = task.step(lambda x, labels: output, {"x": X, "labels": Y})
     assert (step.loss.shape, step.loss) == ((), LOSS)
-    assert task.predict(lambda x: output, {"x": X, "labels": Y}) is LOGITS
+    assert ModelLoss(without=()).predict(lambda x, labels: output, {"x": X, "labels": Y}) is LOGITS
+    assert task.predict(lambda x, y: output, (X, Y)) is LOGITS
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("of_one", [(1,), ()])
+def test_a_tuple_begins_with_a_loss_only_where_the_model_was_given_labels(rows, of_one):
+    """A prediction of one number for one sample is no loss."""
+    predicted, hidden, y = torch.zeros(rows, *of_one), torch.zeros(rows, 6), torch.zeros(rows)
+
+    def model(x, labels=None):
+        return (predicted, hidden) if labels is None else (y.mean(), predicted, hidden)
+
+    batch, task = {"x": torch.zeros(rows, 2), "labels": y}, ModelLoss()
+    assert task.step(model, batch).prediction is predicted
+    assert task.predict(model, batch) is predicted
+    assert task.predict(model, {"x": batch["x"]}) is predicted
+    assert ModelLoss(without=()).predict(model, batch) is predicted
+    assert task.predict(model, (batch["x"], y)) is predicted
+
+
+def test_a_loss_that_needs_no_labels_is_no_prediction():
+    loss, logits = torch.tensor(0.5), torch.zeros(2, 3)
+    for batch in ({"x": X}, {"x": X, "label": torch.zeros(2)}, X, (X,)):
+        assert ModelLoss().predict(lambda x: (loss, logits), batch) is logits
+        assert ModelLoss().predict(lambda x: (logits,), batch) is logits
+        assert ModelLoss().predict(lambda x: (loss,), batch) is loss  # no row: it is refused
+
+
+def test_a_prediction_that_is_squeezed_for_one_sample_is_no_loss():
+    batch = {"x": torch.zeros(1, 2), "labels": torch.zeros(1)}
+    predicted, hidden = torch.tensor(0.5), torch.zeros(1, 6)
+    assert ModelLoss().predict(lambda x: (predicted, hidden), batch) is predicted  # no row: it is refused
+
+
+def test_a_lone_loss_is_not_taken_for_logits():
+    assert ModelLoss().step(lambda x, labels: (LOSS,), {"x": X, "labels": torch.tensor([0.5])}).prediction is None
 
 
 def test_a_scalar_is_the_loss_itself():
