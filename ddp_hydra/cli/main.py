@@ -63,6 +63,7 @@ def main(cfg: DictConfig) -> float | None:
     hydra_cfg = HydraConfig.get()
     run_dir = Path(hydra_cfg.runtime.output_dir)
     try:
+        schema.check_whole(cfg)
         with whole_output() if cfg.dry_run else nullcontext():
             return run_in(run_dir, cfg, hydra_cfg)
     finally:
@@ -74,7 +75,6 @@ def run_in(run_dir: Path, cfg: DictConfig, hydra_cfg: Any) -> float | None:
     from ddp_hydra.cluster import connect
     from ddp_hydra.job.run import run_job
 
-    schema.check_whole(cfg)
     if not connect.is_local(cfg.cluster):
         fork_client.release()  # the server that __main__ has started on a guess
     if hydra_cfg.mode == RunMode.MULTIRUN:  # else it was checked as it was composed

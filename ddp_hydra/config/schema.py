@@ -218,6 +218,8 @@ def check_whole(cfg: DictConfig) -> None:
     """Refuse a config without a key that every job has: `~key` removes it, or a main config of one's own lacks it."""
     for group, schema in [("", Config), *SCHEMAS.items()]:
         node: Any = cfg[group] if group else cfg
+        if not OmegaConf.is_dict(node):
+            raise ConfigError(f"{group}={node}: give {group}.<key>=<value> for each key that is another one")
         for key in (entry.name for entry in fields(schema)):  # type: ignore[arg-type]
             name = f"{group}.{key}".lstrip(".")
             if key not in node.keys():  # noqa: SIM118 (`in` asks for a value)

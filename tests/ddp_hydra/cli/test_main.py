@@ -198,6 +198,20 @@ def test_options_that_do_not_go_together_are_told_in_hydras_sentence(words, said
     assert capsys.readouterr().err.startswith(f"ddp_hydra: {said}")
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("words", "key"), [(["~dry_run"], "dry_run"), (["--config-name=mine"], "cluster"), (["~objective"], "objective")]
+)
+def test_a_job_without_a_key_of_every_job_is_a_sentence(words, key, tmp_path):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/mine.yaml").write_text("defaults: [data: digits, _self_]\n")
+    command = [sys.executable, "-m", "ddp_hydra", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"ddp_hydra: {key} is missing: leave '~{key}' out; a main config of your own needs")
+    assert "Traceback" not in done.stderr
+
+
 def test_hydra_full_error_shows_the_traceback_of_a_users_mistake(capsys, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert main.report(raising(ConfigError("no"))) == 1
