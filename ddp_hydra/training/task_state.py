@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +23,10 @@ from ddp_hydra.training.plain_state import is_wrapped
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size: the types as which the numbers of any type are added up."""
+_AT_ONCE = 2**18
+"""The most numbers that are weighed at once: the products stay in a CPU's cache."""
+_OF_PARTS = 0x5851F42D4C957F2D
+"""Odd factor that tells the parts of a tensor apart."""
 
 
 class TaskState:
@@ -124,16 +129,31 @@ def fingerprint(value: Any) -> Any:
 
 @torch.no_grad()
 def checksum(tensors: Iterable[Tensor]) -> list[Any]:
-    # Another one when a number has changed. The tensors are neither copied nor sent from a GPU. It does not see numbers
-    # that only swap two even places, or two odd ones.
+    # Another one when a number has changed, or its position. The tensors are neither copied nor sent from a GPU.
     sums: list[Tensor] = []
+    layouts: list[Any] = []
     for tensor in tensors:
         is_strided = tensor.layout is torch.strided and not (is_wrapped(tensor) or tensor.is_quantized)
         if is_lazy(tensor) or tensor.is_meta or not is_strided:
-            sums.append(torch.tensor([tensor._version] * 2))
+            layouts.append(tensor._version)
             continue
-        flat = dense(tensor.detach()).as_strided((tensor.numel(),), (1,))
-        numbers = flat.view(_INTEGERS.get(tensor.itemsize, torch.uint8))
-        sums.append(torch.stack((numbers.sum(), numbers[::2].sum())))  # the second one changes with their order
+        found = dense(tensor.detach())
+        layouts.append((tuple(found.shape), found.stride()))
+        flat = found.as_strided((found.numel(),), (1,))
+        sums.append(_weighed_sum(flat.view(_INTEGERS.get(flat.itemsize, torch.uint8))))
     devices = dict.fromkeys(one.device for one in sums)
-    return [torch.stack([one for one in sums if one.device == device]).tolist() for device in devices]
+    return [layouts, *(torch.stack([one for one in sums if one.device == device]).tolist() for device in devices)]
+
+
+def _weighed_sum(numbers: Tensor) -> Tensor:
+    # Modulo 2^64: an odd weight loses no bit of a number. Random weights tell positions apart.
+    weights_of, total = _odd_weights(numbers.device), torch.zeros((), dtype=torch.int64, device=numbers.device)
+    for part in numbers.split(_AT_ONCE):
+        total = total * _OF_PARTS + (part * weights_of[: len(part)]).sum()
+    return total
+
+
+@functools.cache
+def _odd_weights(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**63), 2**63 - 1, (_AT_ONCE,), generator=generator).bitwise_or(1).to(device)

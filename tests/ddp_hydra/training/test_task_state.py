@@ -207,6 +207,36 @@ def test_a_checksum_changes_with_any_bit_and_with_the_order(dtype):
     assert checksum([given, torch.ones(0)]) != before
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128], ids=str)
+def test_a_checksum_changes_where_numbers_only_change_places(dtype):
+    rows = torch.eye(8, 4).to(dtype)
+    moved = [rows, rows.roll(1, 0), rows.roll(2, 0), rows.flip(1), rows[[2, 1, 0, 3, 4, 5, 6, 7]], rows.T, rows[:4]]
+    assert len({str(checksum([one])) for one in moved}) == len(moved)
+    large = torch.zeros(2**18 + 3, dtype=dtype)
+    large[5] = 1
+    assert checksum([large]) != checksum([large.roll(2**18)]) != checksum([large.roll(2)])
+
+
+class Shuffling(Task):
+    """Puts its codes into another order in each step."""
+
+    def __init__(self) -> None:
+        self.codes = nn.Module()
+        self.codes.register_buffer("rows", torch.randn(8, 3))
+
+    def step(self, model: Any, batch: Any) -> Step:
+        x, y = batch
+        out, rows = model(x), self.codes.rows
+        loss = F.cross_entropy(out, y) + F.mse_loss(out, rows[0].clone().expand_as(out))
+        if model.training:
+            rows.copy_(rows[torch.randperm(8)])
+        return Step(loss, len(y))
+
+
+def test_a_resumed_run_has_the_codes_in_their_order(train):
+    check_resume(train, ("update", 3), whole=parts_of(Shuffling))
+
+
 @in_world
 def trained(world: World) -> list[dict[str, Any]]:
     # At once, and in two runs.
