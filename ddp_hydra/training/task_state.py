@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from ddp_hydra import results
 from ddp_hydra.errors import CheckpointError
@@ -134,7 +133,7 @@ def checksum(tensors: Iterable[Tensor]) -> list[Any]:
     layouts: list[Any] = []
     for tensor in tensors:
         is_strided = tensor.layout is torch.strided and not (is_wrapped(tensor) or tensor.is_quantized)
-        if is_lazy(tensor) or tensor.is_meta or not is_strided:
+        if tensor.is_meta or not is_strided:
             layouts.append(tensor._version)
             continue
         found = dense(tensor.detach())

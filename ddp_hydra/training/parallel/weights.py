@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_hydra.data.draws import StateGuard
@@ -136,7 +136,7 @@ def lay_out(model: nn.Module, channels_last: bool | None) -> bool:
 
 
 def without_shape(model: nn.Module) -> list[str]:
-    return [name for name, one in model.named_parameters() if isinstance(one, UninitializedParameter)]
+    return [name for name, one in (*model.named_parameters(), *model.named_buffers()) if is_lazy(one)]
 
 
 def give_memory(model: nn.Module) -> None:
