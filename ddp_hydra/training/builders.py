@@ -165,11 +165,6 @@ def _refuse_gradient(task: str, name: str, gradient: torch.Tensor) -> None:
     )
 
 
-def loss_state(task: Task) -> nn.Module | None:
-    criterion = getattr(task, "criterion", None)
-    return criterion if isinstance(criterion, nn.Module) and criterion.state_dict() else None
-
-
 def criterion(cfg: DictConfig) -> Any:
     # Weights of its classes, a list in the config, become a tensor. `loss._target_=` alone keeps the other keys of
     # `conf/loss/cross_entropy.yaml`. A smoothing of 0 asks for nothing, so it is left out for a loss that doesn't name

@@ -38,7 +38,8 @@ _OF_COMPILE, _OF_DDP = "_orig_mod.", "module."
 
 def refuse_nonfinite(content: dict[str, Any], state: TrainingState) -> None:
     unchecked = state.parallel.unchecked_names(state.extras.get("loss"))
-    if bad := not_finite(content, [*unchecked, *state.infinite]):
+    of_task = task.checked_names() if (task := state.extras.get("task")) is not None else ()
+    if bad := not_finite(content, [*unchecked, *state.infinite], of_task):
         raise NonFiniteLoss(
             f"the state after step {content['position']['step']} is not finite ({shown(bad, 6)}), although losses "
             "and gradients were, so it is not saved. Lower optimizer.lr, give trainer.clip_norm, with resume=<run dir>"

@@ -36,7 +36,8 @@ from ddp_hydra.training.lr_schedules import FactorLR, first_rate, own_rate
 from ddp_hydra.training.parallel import Parallel, weights
 from ddp_hydra.training.sharded_checkpoint import PARTS_IN
 from ddp_hydra.training.state import ByName, TrainingState, defaults, each
-from ddp_hydra.training.task_state import TaskState
+from ddp_hydra.training.task_state import TaskState, load_part
+from ddp_hydra.training.train_step import loss_module
 
 
 @dataclass
@@ -116,10 +117,11 @@ def restore_model(content: dict[str, Any], cfg: DictConfig, world: World = ALONE
 
 def restore_task(task: Task, content: Mapping[str, Any], cfg: DictConfig) -> None:
     # With the loss.
-    if (loss := builders.loss_state(task)) is not None:
+    if (loss := loss_module(task)) is not None:
         before = OmegaConf.to_container(OmegaConf.create(content["config"]).loss, resolve=True)
         saved = fitting_loss(loss, content["loss"], before, OmegaConf.to_container(cfg.loss))
-        loss.load_state_dict(plain_state.decode(saved) if saved else loss.state_dict())
+        if saved:
+            load_part(loss, "loss", type(loss).__name__, plain_state.decode(saved))
     if content["task"] and is_same_task(content["config"], cfg):
         TaskState(lambda: task).load_state_dict(plain_state.decode(content["task"]))
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import nn
 
-from ddp_hydra.errors import CheckpointError
+from ddp_hydra.errors import CheckpointError, NonFiniteLoss
 from ddp_hydra.rank.fault_injection import FaultInjector
 from ddp_hydra.rank.world import ALONE, World, in_world
 from ddp_hydra.tasks import Step, Task
@@ -95,6 +95,65 @@ def test_checkpoints_have_the_modules_that_have_changed(train):
     assert saved["parts"]["frozen"] is None
     assert (saved["parts"]["step_of"], saved["own"]) == ({"n": 8}, {})
     assert "task" not in read(train().last)
+
+
+class Moves(Task):
+    """Counts its steps in all that a task can keep."""
+
+    def __init__(self) -> None:
+        self.n, self.steps, self.norm = 0, Steps(), nn.BatchNorm1d(4, affine=False)
+        self.codes = nn.ParameterList([torch.zeros(3)]).requires_grad_(False)
+
+    def step(self, model: Any, batch: Any) -> Step:
+        x, y = batch
+        if model.training:
+            self.n += 1
+            self.steps.n += 1
+            self.codes[0].data.add_(x.mean() * 0 + 1)
+            self.norm(x)
+        return Step(F.cross_entropy(model(x), y), len(y))
+
+    state_dict, load_state_dict = Steps.state_dict, Steps.load_state_dict
+
+
+class WithNan(Numbers):
+    """One sample is not finite."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return (x * torch.nan if index == 3 and len(self) == 9 else x), y
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_step_that_is_left_out_moves_nothing_of_the_task(train, policy):
+    saved = read(train(whole=parts_of(Moves), data=WithNan, on_nonfinite=policy).last)
+    left = 8 - len(saved["nonfinite"])
+    assert saved["nonfinite"] == [1, 7]
+    of_task = saved["task"]
+    assert of_task["own"] == of_task["parts"]["steps"] == {"n": left}
+    assert of_task["parts"]["codes"]["0"].tolist() == [left] * 3
+    assert of_task["parts"]["norm"]["num_batches_tracked"] == left
+    assert of_task["parts"]["norm"]["running_var"].isfinite().all()
+
+
+class Spoilt(Task):
+    """Its teacher gets numbers that are not finite, though the losses are; masks are infinite on purpose."""
+
+    def __init__(self, spoils: bool = True) -> None:
+        self.spoils, self.teacher = spoils, nn.Linear(4, 3).requires_grad_(False)
+        self.teacher.register_buffer("mask", torch.full((3,), -torch.inf))
+        self.teacher.limit = nn.Parameter(torch.full((3,), torch.inf), requires_grad=False)
+
+    def step(self, model: Any, batch: Any) -> Any:
+        if model.training:
+            self.teacher.bias.add_(torch.nan if self.spoils else 1)
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_no_checkpoint_holds_a_teacher_that_is_not_finite(train):
+    with pytest.raises(NonFiniteLoss, match=r"not finite \(task\.teacher\.bias\), although"):
+        train(whole=parts_of(Spoilt))
+    assert read(train(whole=parts_of(Spoilt, spoils=False)).last)["task"]["parts"]["teacher"]["bias"].isfinite().all()
 
 
 @pytest.mark.parametrize("every", [0, 3])
