@@ -116,7 +116,7 @@ class TrainingRun:
         self.updates = self.builder.first(progress, before.get("unfrozen") or [])
         self.frozen_norms = parameter_groups.frozen_norms(self.model)  # after sync_batchnorm has replaced layers
         self._build_state(config, description, batch)
-        changed = load_run.restore(self.state, before) if before else ""
+        changed = load_run.restore(self.state, before, cfg, train_set) if before else ""
         if before:
             progress.move(self.state.scheduler)
         heartbeat.here().commit(self.position.step)
