@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -24,6 +25,17 @@ from ddp_hydra.training.train_step import loss_module, modules_of
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size: the types as which the numbers of any type are added up."""
+_OF_AN_END = 32
+"""Entries of a long collection that are looked at, at each end."""
+_DEPTH = 3
+"""Collections in each other that are looked into."""
+_GENERATORS: dict[type, Callable[[Any], bytes]] = {
+    torch.Generator: lambda one: one.get_state().numpy().tobytes(),
+    np.random.Generator: lambda one: repr(one.bit_generator.state).encode(),
+    np.random.RandomState: lambda one: repr(one.get_state(legacy=False)).encode(),
+    random.Random: lambda one: repr(one.getstate()).encode(),
+}
+"""Random generators, with their states as bytes."""
 _AT_ONCE = 2**18
 """The most numbers that are weighed at once: the products stay in a CPU's cache."""
 _OF_PARTS = 0x5851F42D4C957F2D
@@ -140,7 +152,12 @@ class TaskState:
             if isinstance(value, nn.Module) and weights.tensors_of(value):
                 yield f"{kind}.{name}", None, f"make it in __init__ or in the model, or define {kind}.{pair}"
             elif (found := fingerprint(value)) is not None:
-                yield f"{kind}.{name}", found, f"define {kind}.{pair}"
+                entries = value.values() if isinstance(value, dict) else value
+                holds_modules = isinstance(value, list | tuple | dict) and any(
+                    isinstance(one, nn.Module) for one in entries
+                )
+                instead = f"make it an nn.Module{'Dict' if isinstance(value, dict) else 'List'}, or "
+                yield f"{kind}.{name}", found, f"{instead if holds_modules else ''}define {kind}.{pair}"
         kind, is_saved = type(criterion).__name__, has_state(criterion)
         if isinstance(criterion, nn.Module):
             pair = "get_extra_state() and set_extra_state(state), or make it a buffer"
@@ -158,15 +175,22 @@ def has_state(part: Any) -> bool:
     return not isinstance(part, type) and all(map(callable, methods))
 
 
-def fingerprint(value: Any) -> Any:
-    # Of a value that a resumed task may need; None for others.
+def fingerprint(value: Any, depth: int = 0) -> Any:
+    # Of a value that a resumed task may need; None for others. Of long collections, it looks at both ends.
     if isinstance(value, Tensor):
         return checksum([value])
+    if isinstance(value, nn.Module):
+        return checksum_of(value)
     if isinstance(value, np.ndarray):
         return zlib.crc32(value.tobytes())
-    if isinstance(value, list | dict | set | deque):
-        return len(value)
-    return repr(value) if isinstance(value, int | float | complex | str | np.generic) else None
+    if isinstance(value, list | tuple | dict | set | deque):
+        entries = list(value.items() if isinstance(value, dict) else value)
+        ends = entries if len(entries) <= 2 * _OF_AN_END else entries[:_OF_AN_END] + entries[-_OF_AN_END:]
+        return [len(entries), *(fingerprint(one, depth + 1) for one in ends if depth < _DEPTH)]
+    for kind, state_of in _GENERATORS.items():
+        if isinstance(value, kind):
+            return zlib.crc32(state_of(value))
+    return repr(value) if isinstance(value, int | float | complex | str | bytes | np.generic) else None
 
 
 def load_part(part: Any, group: str, name: str, saved: Any) -> None:

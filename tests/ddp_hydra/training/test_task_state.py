@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 import sys
+from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,7 +24,7 @@ from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import StopSignal
 from ddp_hydra.training.loop import fit
 from ddp_hydra.training.run import TrainingRun
-from ddp_hydra.training.task_state import checksum
+from ddp_hydra.training.task_state import checksum, fingerprint
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, check_resume, config, flat, same
 from tests.ddp_hydra.training.plain_torch import CONSTANT
 
@@ -241,6 +244,46 @@ def test_what_no_checkpoint_has_is_told_once(train, capsys):
         "load_state_dict(state)",
         f"Annealed.k changes {anew}: define Annealed.get_extra_state() and set_extra_state(state), or make it a buffer",
     ]
+
+
+class Several(Task):
+    """Keeps what changes in collections and generators."""
+
+    def __init__(self) -> None:
+        self.teachers = [nn.Linear(4, 3).requires_grad_(False) for _ in range(2)]
+        self.by_name = {"one": nn.Linear(4, 3).requires_grad_(False)}
+        self.recent = deque([torch.zeros(3)] * 2, maxlen=2)
+        self.noise, self.numpy, self.python = torch.Generator(), np.random.default_rng(0), random.Random(0)
+        self.frozen, self.names, self.idle = [nn.Linear(4, 3)], ("a", "b"), torch.Generator()
+
+    def step(self, model: Any, batch: Any) -> Any:
+        out = model(batch[0])
+        if model.training:
+            with torch.no_grad():
+                for one in (*self.teachers, *self.by_name.values()):
+                    one.weight.lerp_(model.weight, 0.1)
+            self.recent.append(out.detach().mean(0))
+            torch.rand(1, generator=self.noise), self.numpy.random(), self.python.random()
+        return F.cross_entropy(out, batch[1])
+
+
+def test_what_changes_in_collections_and_generators_is_told(train, capsys):
+    train(whole=parts_of(Several))
+    said = capsys.readouterr().err.splitlines()
+    own = "define Several.state_dict() and load_state_dict(state)"
+    assert {line.partition(" ")[0].removeprefix("Several."): line.partition(": ")[2] for line in said} == {
+        "teachers": f"make it an nn.ModuleList, or {own}",
+        "by_name": f"make it an nn.ModuleDict, or {own}",
+        **dict.fromkeys(("recent", "noise", "numpy", "python"), own),
+    }
+
+
+def test_of_a_long_collection_both_ends_count():
+    given = list(range(1000))
+    assert fingerprint(given) == fingerprint(list(given)) != fingerprint([*given[1:], 0])
+    assert fingerprint(given) != fingerprint(given[:-1])
+    given.append(given)  # type: ignore[arg-type]
+    assert fingerprint(given) == fingerprint(given)
 
 
 class Growing(Steps):
