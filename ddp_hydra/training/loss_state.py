@@ -97,7 +97,7 @@ def _resolved(node: Any, now: Mapping[str, Any]) -> dict[str, Any]:
 def _source(cfg: DictConfig, loss: nn.Module) -> str:
     # The node that says what the loss is: a task may make its own, or wrap the one that it is given.
     is_given = "criterion" in init_parameters(str(cfg.task["_target_"])) and "criterion" not in cfg.task
-    return "loss" if is_given and type(builders.criterion(cfg)) is type(loss) else "task"
+    return "loss" if is_given and type(_built(cfg, "loss", None)) is type(loss) else "task"
 
 
 def _built(cfg: DictConfig, source: str, data: Any) -> Any:

@@ -82,8 +82,8 @@ class NonFiniteHandler:
         # After the first step and at each checkpoint. A frozen teacher is not copied.
         if self.buffers is not None and self.task is not None:
             self.moving, known = self.task.changed(), self.copies
-            parameters = [one for name in self.moving for one in self.task.modules[name].parameters()]
-            self.copies = {one: known[one] if one in known else torch.empty_like(one) for one in parameters}
+            moved = self.task.parameters_of(self.moving)
+            self.copies = {one: known[one] if one in known else torch.empty_like(one) for one in moved}
 
     @property
     def is_outdated(self) -> bool:

@@ -103,6 +103,9 @@ class TaskState:
         # Names of the modules that steps write, as a teacher.
         return {name for name in self.built if self._is_saved(name)}
 
+    def parameters_of(self, names: Iterable[str]) -> list[nn.Parameter]:
+        return [one for name in names for one in self.modules[name].parameters()]
+
     def build_again(self, names: Collection[str]) -> None:
         made = vars(self.make()) if names else {}
         for name in names:
