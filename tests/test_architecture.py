@@ -158,8 +158,9 @@ MAY_WALK = {
     "builders": "parts of a task that no optimizer trains refuse gradients",
     "callbacks": "histograms of a user",
     "cost": "an outline without memory, and sizes of a transformer",
-    "load_run": "a loss with parameters",
+    "loss_state": "a loss with parameters",
     "optimizers": "the groups of an optimizer",
+    "task_state": "the task's own modules",
     "train_step": "what DDP wraps, and a loss with parameters",
 }
 """Modules of training/ that walk parameters or buffers outside of training/parallel, with the reason."""

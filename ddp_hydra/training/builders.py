@@ -52,10 +52,14 @@ def model(cfg: DictConfig, data: Any) -> nn.Module:
     adapter = cfg.get("adapter")
     if adapter and "_target_" in adapter:
         built = make(adapter, built)
-    if lazy := weights.without_shape(built):
-        raise ConfigError(f"model._target_={target}: {', '.join(lazy)} has no shape yet (nn.LazyLinear): give its size")
+    refuse_lazy(built, f"model._target_={target}")
     weights.give_memory(built)
     return built
+
+
+def refuse_lazy(module: nn.Module, what: str) -> None:
+    if lazy := weights.without_shape(module):
+        raise ConfigError(f"{what}: {', '.join(lazy)} has no shape yet (nn.LazyLinear): give its size")
 
 
 def parallel(cfg: DictConfig, world: World = ALONE) -> Parallel:
@@ -143,9 +147,12 @@ def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
         raise ConfigError(
             f"task._target_={node['_target_']} is not a subclass of ddp_hydra.tasks.Task, but a {type(built).__name__}"
         )
+    modules = {name: part for name, part in vars(built).items() if isinstance(part, nn.Module)}
+    for name, part in modules.items():
+        refuse_lazy(part, f"task._target_={node['_target_']}: {name}")
     trained = set(loss.parameters()) if (loss := trained_loss(built)) is not None else set()
-    for name, part in vars(built).items():
-        for parameter in part.to(device).parameters() if isinstance(part, nn.Module) else ():
+    for name, part in modules.items():
+        for parameter in part.to(device).parameters():
             if parameter.requires_grad and parameter not in trained:
                 parameter.register_hook(partial(_refuse_gradient, type(built).__name__, name))
     return built
@@ -156,11 +163,6 @@ def _refuse_gradient(task: str, name: str, gradient: torch.Tensor) -> None:
         f"{task}.{name} has parameters that get gradients, but no optimizer trains them: make it a part of the model, "
         f"name it `criterion` if it is the loss, or freeze it, as by self.{name}.requires_grad_(False)"
     )
-
-
-def loss_state(task: Task) -> nn.Module | None:
-    criterion = getattr(task, "criterion", None)
-    return criterion if isinstance(criterion, nn.Module) and criterion.state_dict() else None
 
 
 def criterion(cfg: DictConfig) -> Any:
@@ -174,7 +176,10 @@ def criterion(cfg: DictConfig) -> Any:
         tensors = {name: torch.tensor(list(values), dtype=torch.float32) for name, values in weights.items()}
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loss.{', loss.'.join(weights)}: give a list of numbers, one for each class") from error
-    return make_function(node, **tensors)
+    built = make_function(node, **tensors)
+    if isinstance(built, nn.Module):
+        refuse_lazy(built, f"loss._target_={node['_target_']}")
+    return built
 
 
 def callbacks(cfg: DictConfig) -> dict[str, Callback]:

@@ -42,7 +42,8 @@ _STATES = *_AVERAGES, "model", "model_state_dict", "state_dict"
 
 def refuse_nonfinite(content: dict[str, Any], state: TrainingState) -> None:
     unchecked = state.parallel.unchecked_names(state.extras.get("loss"))
-    if bad := not_finite(content, [*unchecked, *state.infinite]):
+    of_task = task.checked_names() if (task := state.extras.get("task")) is not None else ()
+    if bad := not_finite(content, [*unchecked, *state.infinite], of_task):
         raise NonFiniteLoss(
             f"the state after step {content['position']['step']} is not finite ({shown(bad, 6)}), although losses "
             "and gradients were, so it is not saved. Lower optimizer.lr, give trainer.clip_norm, with resume=<run dir>"

@@ -27,7 +27,7 @@ from ddp_hydra.training.consensus import Rounds
 from ddp_hydra.training.metrics import Meter, added, computed, count, named
 from ddp_hydra.training.parallel.parameter_groups import evaluation_mode
 from ddp_hydra.training.parallel.weights import broadcast_buffers, restored_buffers
-from ddp_hydra.training.train_step import as_step, explained, loss_with_tensors, modules_of
+from ddp_hydra.training.train_step import as_step, explained, loss_module, modules_of
 
 FEW = 8
 """Samples of each rank with which metrics are tried."""
@@ -61,7 +61,7 @@ class Evaluation:
     def run(self, model: nn.Module, stop: Callable[[], Any], are_few: bool = False) -> dict[str, float]:
         # A collective. The ranks' shares of the samples may differ in size; the number of forward passes does not.
         # BatchNorm's statistics may differ; rank 0's are saved. What else a task holds stays each rank's own.
-        loss = loss_with_tensors(self.task)
+        loss = loss_module(self.task)
         broadcast_buffers(self.metrics.world, model, *([loss] if loss is not None else []))
         model.eval()
         with evaluation_mode(modules_of(self.task)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,9 +85,13 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
-def not_finite(content: Mapping[str, Any], buffers: Iterable[str] = ()) -> list[str]:
+def not_finite(content: Mapping[str, Any], buffers: Iterable[str] = (), of_task: Collection[str] = ()) -> list[str]:
     unchecked = {name for name in buffers if name.rpartition(".")[2] not in STATISTICS}
-    return [name for name, value in _checked(content, unchecked) if isinstance(value, Tensor) and not is_finite(value)]
+    parts = (content.get("task") or {"parts": {}})["parts"]
+    states = {part: state for part, state in parts.items() if isinstance(state, Mapping)}
+    named = {f"task.{part}.{name}": one for part, state in states.items() for name, one in state.items()}
+    checked = [*_checked(content, unchecked), *((name, named.get(name)) for name in of_task)]
+    return [name for name, value in checked if isinstance(value, Tensor) and not is_finite(value)]
 
 
 def _checked(content: Mapping[str, Any], unchecked: set[str]) -> Iterator[tuple[str, Any]]:

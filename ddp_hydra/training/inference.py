@@ -78,7 +78,7 @@ def opened(job: Mapping[str, Any], checkpoint: str, world: World) -> Iterator[In
         with draws.StateGuard():
             seed_step(cfg.seed, 0, 1)  # as in the training: what the task has drawn and not changed is in no checkpoint
             task = builders.task(cfg, trained.data, trained.device)
-        load_run.restore_task(task, content, cfg)
+        load_run.restore_task(task, content, cfg, trained.data, world.rank, job["trust"])
         for module in modules_of(task):
             module.eval()
         yield Inference(job, trained, task, data, world)

@@ -29,14 +29,15 @@ from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import build_data, builders, optimizers, plain_state, sharded_checkpoint
+from ddp_hydra.training import build_data, builders, loss_state, optimizers, plain_state, sharded_checkpoint
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.data_description import DataDescription, shown
 from ddp_hydra.training.lr_schedules import FactorLR, first_rate, own_rate
 from ddp_hydra.training.parallel import Parallel, weights
 from ddp_hydra.training.sharded_checkpoint import PARTS_IN
 from ddp_hydra.training.state import ByName, TrainingState, defaults, each
-from ddp_hydra.training.task_state import TaskState
+from ddp_hydra.training.task_state import TaskState, load_part
+from ddp_hydra.training.train_step import loss_module
 
 
 @dataclass
@@ -114,12 +115,15 @@ def restore_model(content: dict[str, Any], cfg: DictConfig, world: World = ALONE
     return TrainedModel(cfg, parallel, data, device, content["position"]["step"], content["config"])
 
 
-def restore_task(task: Task, content: Mapping[str, Any], cfg: DictConfig) -> None:
+def restore_task(
+    task: Task, content: Mapping[str, Any], cfg: DictConfig, data: Any, rank: int = 0, trust: bool = True
+) -> None:
     # With the loss.
-    if (loss := builders.loss_state(task)) is not None:
-        before = OmegaConf.to_container(OmegaConf.create(content["config"]).loss, resolve=True)
-        saved = fitting_loss(loss, content["loss"], before, OmegaConf.to_container(cfg.loss))
-        loss.load_state_dict(plain_state.decode(saved) if saved else loss.state_dict())
+    if (loss := loss_module(task)) is not None:
+        check = (lambda former: None) if trust else partial(refuse_targets, stored={})
+        saved = loss_state.fitting(loss, content["loss"], content["config"], cfg, data, rank, check)
+        if saved:
+            load_part(loss, "loss", type(loss).__name__, plain_state.decode(saved))
     if content["task"] and is_same_task(content["config"], cfg):
         TaskState(lambda: task).load_state_dict(plain_state.decode(content["task"]))
 
@@ -129,7 +133,8 @@ _PLATEAU = {"factor", "patience", "cooldown", "eps", "mode", "threshold", "thres
 """Attributes of ReduceLROnPlateau that are its arguments."""
 
 
-def restore(state: TrainingState, content: Mapping[str, Any]) -> str:
+def restore(state: TrainingState, content: Mapping[str, Any], cfg: DictConfig | None = None, data: Any = None) -> str:
+    # `cfg` and `data`, by which the run was built, are needed where the config has changed.
     has_parts = PARTS_IN in content
     content = dict(state.with_parts(content))
     before, now = content["config"], state.config
@@ -141,8 +146,9 @@ def restore(state: TrainingState, content: Mapping[str, Any]) -> str:
         content = {**content, "epoch_means": None}  # sums of what another task has counted
     if not is_same_task(before, now):
         content = {**content, "task": None}
-    if (loss := state.extras.get("loss")) is not None:
-        content = {**content, "loss": fitting_loss(loss, content.get("loss"), before.get("loss"), now.get("loss"))}
+    if (loss := state.extras.get("loss")) is not None and cfg is not None:
+        fitting = loss_state.fitting(loss, content.get("loss"), before, cfg, data, state.parallel.world.rank)
+        content = {**content, "loss": fitting}
     progress = state.extras.get("progress")
     has_other_length = progress is not None and progress.total != content["progress"]["total"]
     for one in settings:  # torch's schedules keep rates, some of them in others that they hold, and the run's length
@@ -173,16 +179,6 @@ def restore(state: TrainingState, content: Mapping[str, Any]) -> str:
 
 def is_same_task(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     return bool(before["task"]["_target_"] == now["task"]["_target_"])
-
-
-def fitting_loss(loss: nn.Module, saved: Any, before: Any, now: Any) -> Any:
-    if not saved or (before or {}).get("_target_") != (now or {}).get("_target_"):
-        return None
-    if before == now:
-        return saved
-    trained = {name for name, _ in loss.named_parameters(remove_duplicate=False)}
-    own = plain_state.encode(loss.state_dict(), "loss")
-    return {name: saved[name] if name in trained and name in saved else value for name, value in own.items()}
 
 
 class OptimizerSettings:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_hydra import results
 from ddp_hydra.errors import NonFiniteLoss
@@ -18,6 +18,8 @@ from ddp_hydra.training.checkpoint import refuse_nonfinite
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.parallel.weights import BufferCopy
 from ddp_hydra.training.state import TrainingState
+from ddp_hydra.training.task_state import TaskState
+from ddp_hydra.training.train_step import modules_of
 
 SHOWN = 64
 """The most sample ids in a message; the record has all of them."""
@@ -49,13 +51,17 @@ class NonFiniteHandler:
         policy: "abort" raises. "skip" leaves the step's update out. "rollback" first goes back to the last
             checkpoint, in case the weights had gone wrong before; if the step fails again, its update is left out.
         max_steps: the most steps that may fail, those before a resume included.
-        loss: its buffers are put back with the model's, also those that no checkpoint has; None: it has no tensors.
     """
 
-    def __init__(self, policy: str, max_steps: int, state: TrainingState, loss: nn.Module | None = None) -> None:
+    def __init__(self, policy: str, max_steps: int, state: TrainingState) -> None:
         self.policy, self.max_steps, self.state = policy, max_steps, state
-        modules = [state.model, *([loss] if loss is not None else [])]
-        self.buffers = BufferCopy(*modules) if policy != "abort" else None
+        self.task: TaskState | None = state.extras.get("task")
+        of_task = modules_of(self.task.task) if self.task is not None else []
+        self.buffers = BufferCopy(state.model, *of_task) if policy != "abort" else None
+        self.moving: set[str] = set()  # the task's modules that its steps write
+        self.copies: dict[nn.Parameter, Tensor] = {}  # of their parameters
+        self.put_rest_back: Callable[[], None] | None = None
+        self.is_first = True
         self.checkpoint: Callable[[], dict[str, Any]] | None = None
         self.checkpoint_buffers: list[BufferCopy] = []
         self.stages = 0
@@ -70,15 +76,32 @@ class NonFiniteHandler:
             if not self.checkpoint_buffers:
                 self.checkpoint_buffers = [BufferCopy(module, saved=True) for module in self.state.modules()]
             self.stages = len(self.state.unfrozen)
+        self._find_moving()
+
+    def _find_moving(self) -> None:
+        # After the first step and at each checkpoint. A frozen teacher is not copied.
+        if self.buffers is not None and self.task is not None:
+            self.moving, known = self.task.changed(), self.copies
+            moved = self.task.parameters_of(self.moving)
+            self.copies = {one: known[one] if one in known else torch.empty_like(one) for one in moved}
 
     @property
     def is_outdated(self) -> bool:
         # Parameters were unfrozen since: the copy does not fit the optimizer any more.
         return self.policy == "rollback" and self.stages != len(self.state.unfrozen)
 
+    @torch.no_grad()
     def before_step(self) -> None:
-        if self.buffers is not None:
-            self.buffers.save()
+        if self.buffers is None:
+            return
+        self.buffers.save()
+        if self.task is not None:
+            if self.is_first and self.put_rest_back is not None:  # the step before was not left out
+                self.is_first = False
+                self._find_moving()
+            for parameter, copied in self.copies.items():
+                copied.copy_(parameter)
+            self.put_rest_back = self.task.copy_rest()
 
     @torch.no_grad()
     def handle(self, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> bool:
@@ -95,6 +118,13 @@ class NonFiniteHandler:
             raise NonFiniteLoss(self._message(step, found, rank, samples), consequence=rank != found.bad_rank)
         if self.buffers is not None:
             self.buffers.put_back()
+        for parameter, copied in self.copies.items():
+            parameter.copy_(copied)
+        if self.task is not None and self.is_first:  # until now, what changes was as it was built
+            self.task.build_again(self.task.changed() - self.moving)
+        if self.put_rest_back is not None:
+            self.put_rest_back()
+            self.put_rest_back = None
         if not goes_back:
             return False
         assert self.checkpoint is not None

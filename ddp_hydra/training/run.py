@@ -36,7 +36,7 @@ from ddp_hydra.training.parallel import Parallel, parameter_groups
 from ddp_hydra.training.profiler import Profiler
 from ddp_hydra.training.state import Position, TrainingState, together
 from ddp_hydra.training.task_state import TaskState
-from ddp_hydra.training.train_step import loss_with_tensors
+from ddp_hydra.training.train_step import loss_module
 from ddp_hydra.training.update import Update, check_updates
 
 DONE = heartbeat.REASONS.index("done")
@@ -116,7 +116,7 @@ class TrainingRun:
         self.updates = self.builder.first(progress, before.get("unfrozen") or [])
         self.frozen_norms = parameter_groups.frozen_norms(self.model)  # after sync_batchnorm has replaced layers
         self._build_state(config, description, batch)
-        changed = load_run.restore(self.state, before) if before else ""
+        changed = load_run.restore(self.state, before, cfg, train_set) if before else ""
         if before:
             progress.move(self.state.scheduler)
         heartbeat.here().commit(self.position.step)
@@ -128,8 +128,8 @@ class TrainingRun:
         if val_set is not None:
             self.validation = builders.evaluation(cfg, val_set, self.task, device, parallel)
             self.names.add(f"val/{name}" for name in ("loss", *self.validation.metrics.metrics))
-        loss, trainer = loss_with_tensors(self.task), cfg.trainer
-        self.nonfinite = NonFiniteHandler(trainer.on_nonfinite, trainer.max_nonfinite, self.state, loss)
+        trainer = cfg.trainer
+        self.nonfinite = NonFiniteHandler(trainer.on_nonfinite, trainer.max_nonfinite, self.state)
         self.checkpoints = CheckpointSaver(world, cfg.trainer.shard_above_gb)
         passes = setup.passes_of(self) if cfg.trainer.profile_steps and self.rank == 0 else []
         profiler = Profiler(self.rank, self.model, device, cfg.trainer, total_steps, passes, cfg.data.batch_size)
@@ -166,8 +166,8 @@ class TrainingRun:
             "ema": self.ema,
             "early_stopping": self.early_stopping,
             "epoch_means": self.epoch_means,
-            "loss": builders.loss_state(self.task),
-            "task": self.task_state if self.task_state.parts or self.task_state.tells_own else None,
+            "loss": loss_module(self.task),
+            "task": self.task_state,
             "progress": self.schedule_progress,
             "stream": sampler if isinstance(sampler, StreamSampler) else None,
         }

@@ -22,6 +22,7 @@ from ddp_hydra.rank.world import World
 from ddp_hydra.training import plain_state, sharded_checkpoint
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.parallel import Parallel, weights
+from ddp_hydra.training.task_state import load_part
 
 FORMAT = 4
 
@@ -94,9 +95,10 @@ class TrainingState:
         return self.parallel.model
 
     def modules(self) -> list[nn.Module]:
-        # All that `restore` loads: the model, its average, and a loss.
-        ema, loss = self.extras.get("ema"), self.extras.get("loss")
-        return [self.model, *([ema.model] if ema is not None else []), *([loss] if loss is not None else [])]
+        # All that `restore` loads: the model, its average, a loss, and the task's own.
+        ema, loss, task = (self.extras.get(name) for name in ("ema", "loss", "task"))
+        own = [*([ema.model] if ema is not None else []), *([loss] if loss is not None else [])]
+        return [self.model, *own, *(task.modules.values() if task is not None else ())]
 
     def gather(self, world: World) -> None:
         # A collective. Rank 0 gets what only the other ranks know.
@@ -146,6 +148,7 @@ class TrainingState:
 
     def _content(self) -> dict[str, Any]:
         parts = {name: part.state_dict() for name, part in self.extras.items() if part is not None}
+        parts = {name: state for name, state in parts.items() if state or name not in ("loss", "task")}
         return {
             "format": FORMAT,
             "model": self.parallel.state(),
@@ -198,7 +201,10 @@ class TrainingState:
             self.scheduler.load_state_dict(content["scheduler"])
             for name, part in self.extras.items():
                 if part is not None and content.get(name):
-                    part.load_state_dict(content[name])
+                    if name == "loss":
+                        load_part(part, name, type(part).__name__, content[name])
+                    else:
+                        part.load_state_dict(content[name])
             vars(self.position).update(content["position"])
         except (KeyError, TypeError, ValueError) as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else error

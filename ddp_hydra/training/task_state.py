@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import functools
+import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from ddp_hydra import results
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank.world import dense
 from ddp_hydra.tasks import Task
-from ddp_hydra.training.builders import loss_state
+from ddp_hydra.training import plain_state
+from ddp_hydra.training.finite import STATISTICS, is_finite
 from ddp_hydra.training.parallel import weights
 from ddp_hydra.training.plain_state import is_wrapped
+from ddp_hydra.training.train_step import loss_module, modules_of
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size: the types as which the numbers of any type are added up."""
+_OF_AN_END = 32
+"""Entries of a long collection that are looked at, at each end."""
+_DEPTH = 3
+"""Collections in each other that are looked into."""
+_GENERATORS: dict[type, Callable[[Any], bytes]] = {
+    torch.Generator: lambda one: one.get_state().numpy().tobytes(),
+    np.random.Generator: lambda one: repr(one.bit_generator.state).encode(),
+    np.random.RandomState: lambda one: repr(one.get_state(legacy=False)).encode(),
+    random.Random: lambda one: repr(one.getstate()).encode(),
+}
+"""Random generators, with their states as bytes."""
+_AT_ONCE = 2**18
+"""The most numbers that are weighed at once: the products stay in a CPU's cache."""
+_OF_PARTS = 0x5851F42D4C957F2D
+"""Odd factor that tells the parts of a tensor apart."""
 
 
 class TaskState:
@@ -31,48 +49,92 @@ class TaskState:
 
     Args:
         make: builds the task, with the same values each time.
+
+    Attributes:
+        built: checksums of the modules as they were built.
+        infinite: names of tensors that held infinite values then, as masks do.
     """
 
     def __init__(self, make: Callable[[], Task]) -> None:
         self.make, self.task = make, make()
-        loss = loss_state(self.task)
-        own = {name: part for name, part in vars(self.task).items() if has_state(part) and part is not loss}
-        modules = {name: part for name, part in own.items() if isinstance(part, nn.Module)}
-        tensors = {name: found for name, part in modules.items() if (found := weights.tensors_of(part))}
-        self.built = {name: checksum(found) for name, found in tensors.items()}
-        self.parts = {name: part for name, part in own.items() if name in tensors or name not in modules}
+        loss = loss_module(self.task)
+        own = vars(self.task).items()
+        self.parts = {name: part for name, part in own if has_state(part) and part is not loss}
+        self.built = {name: checksum_of(part) for name, part in self.modules.items()}
+        self.infinite = {name for name, one in self.named_weights() if not is_finite(one)}
+        extra = (module for part in modules_of(self.task) for module in with_extra_state(part))
+        self.with_extra_state = list(dict.fromkeys(extra))
         self.tells_own = type(self.task).state_dict is not Task.state_dict
         self.values: dict[str, Any] = {}
         self.told: set[str] = set()
 
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        return {name: part for name, part in self.parts.items() if isinstance(part, nn.Module)}
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        # Parameters and statistics of the modules. Other buffers may be infinite on purpose.
+        for name, part in self.modules.items():
+            named = (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False))
+            parameters = set(part.parameters())
+            for key, one in named:
+                if one in parameters or key.rpartition(".")[2] in STATISTICS:
+                    yield f"task.{name}.{key}", one
+
+    def checked_names(self) -> set[str]:
+        return {name for name, _ in self.named_weights()} - self.infinite
+
     def state_dict(self) -> dict[str, Any]:
+        # Empty, where the task has nothing to save.
         own = self.task.state_dict()
-        parts = {name: part.state_dict() if self._is_saved(name) else None for name, part in self.parts.items()}
-        return {"own": own, "parts": parts}
+        found = {name: part.state_dict() for name, part in self.parts.items()}
+        parts = {
+            name: state if self._is_saved(name) else None
+            for name, state in found.items()
+            if state or name not in self.built
+        }
+        return {"own": own, "parts": parts} if own or parts else {}
 
     def _is_saved(self, name: str) -> bool:
         # Not by `Tensor._version`, which does not count what is written through `.data`.
-        return name not in self.built or checksum(weights.tensors_of(self.parts[name])) != self.built[name]
+        return name not in self.built or checksum_of(self.parts[name]) != self.built[name]
+
+    def changed(self) -> set[str]:
+        # Names of the modules that steps write, as a teacher.
+        return {name for name in self.built if self._is_saved(name)}
+
+    def parameters_of(self, names: Iterable[str]) -> list[nn.Parameter]:
+        return [one for name in names for one in self.modules[name].parameters()]
+
+    def build_again(self, names: Collection[str]) -> None:
+        made = vars(self.make()) if names else {}
+        for name in names:
+            load_part(self.parts[name], "task", f"{type(self.task).__name__}.{name}", made[name].state_dict())
+
+    def copy_rest(self) -> Callable[[], None]:
+        # Copy what the task and its loss keep outside of their modules' tensors. The function puts it back.
+        owners = [self.task] if self.tells_own else []
+        owners += [part for name, part in self.parts.items() if name not in self.built]
+        states = [one.state_dict() for one in owners], [one.get_extra_state() for one in self.with_extra_state]
+        clone = plain_state.once(lambda tensor, _: tensor.detach().clone(), {})
+        copied = plain_state.encode(states, copy=clone)
+
+        def put_back() -> None:
+            of_owners, extra = plain_state.decode(copied)
+            for owner, state in zip(owners, of_owners, strict=True):
+                owner.load_state_dict(state)
+            for module, state in zip(self.with_extra_state, extra, strict=True):
+                module.set_extra_state(state)
+
+        return put_back
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, part in self.parts.items():
-            saved = state["parts"].get(name)
-            if saved is None and name in self.built and self._is_saved(name):  # it has changed since that checkpoint
-                saved = vars(self.make())[name].state_dict()
-            if saved is not None:
-                self._load(part, f".{name}", saved)
+        given = {name: saved for name, saved in state["parts"].items() if saved is not None and name in self.parts}
+        self.build_again(self.changed() - given.keys())  # they have changed since that checkpoint
+        for name, saved in given.items():
+            load_part(self.parts[name], "task", f"{type(self.task).__name__}.{name}", saved)
         if state["own"]:
-            self._load(self.task, "", state["own"])
-
-    def _load(self, part: Any, name: str, saved: Any) -> None:
-        try:
-            part.load_state_dict(saved)
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise CheckpointError(
-                f"{type(self.task).__name__}{name} does not take its state of the checkpoint ({reason}): resume with "
-                "the task that the run was made with"
-            ) from error
+            load_part(self.task, "task", type(self.task).__name__, state["own"])
 
     def tell_unsaved(self) -> None:
         # The first call is after a step: what the first steps set for good, as a mask, begins alike in a resumed run.
@@ -93,7 +155,12 @@ class TaskState:
             if isinstance(value, nn.Module) and weights.tensors_of(value):
                 yield f"{kind}.{name}", None, f"make it in __init__ or in the model, or define {kind}.{pair}"
             elif (found := fingerprint(value)) is not None:
-                yield f"{kind}.{name}", found, f"define {kind}.{pair}"
+                entries = value.values() if isinstance(value, dict) else value
+                holds_modules = isinstance(value, list | tuple | dict) and any(
+                    isinstance(one, nn.Module) for one in entries
+                )
+                instead = f"make it an nn.Module{'Dict' if isinstance(value, dict) else 'List'}, or "
+                yield f"{kind}.{name}", found, f"{instead if holds_modules else ''}define {kind}.{pair}"
         kind, is_saved = type(criterion).__name__, has_state(criterion)
         if isinstance(criterion, nn.Module):
             pair = "get_extra_state() and set_extra_state(state), or make it a buffer"
@@ -111,29 +178,72 @@ def has_state(part: Any) -> bool:
     return not isinstance(part, type) and all(map(callable, methods))
 
 
-def fingerprint(value: Any) -> Any:
-    # Of a value that a resumed task may need; None for others.
+def fingerprint(value: Any, depth: int = 0) -> Any:
+    # Of a value that a resumed task may need; None for others. Of long collections, it looks at both ends.
     if isinstance(value, Tensor):
         return checksum([value])
+    if isinstance(value, nn.Module):
+        return checksum_of(value)
     if isinstance(value, np.ndarray):
         return zlib.crc32(value.tobytes())
-    if isinstance(value, list | dict | set | deque):
-        return len(value)
-    return repr(value) if isinstance(value, int | float | complex | str | np.generic) else None
+    if isinstance(value, list | tuple | dict | set | deque):
+        entries = list(value.items() if isinstance(value, dict) else value)
+        ends = entries if len(entries) <= 2 * _OF_AN_END else entries[:_OF_AN_END] + entries[-_OF_AN_END:]
+        return [len(entries), *(fingerprint(one, depth + 1) for one in ends if depth < _DEPTH)]
+    for kind, state_of in _GENERATORS.items():
+        if isinstance(value, kind):
+            return zlib.crc32(state_of(value))
+    return repr(value) if isinstance(value, int | float | complex | str | bytes | np.generic) else None
+
+
+def load_part(part: Any, group: str, name: str, saved: Any) -> None:
+    # Raise CheckpointError, if a loss or a part of a task does not take what was saved of it.
+    try:
+        part.load_state_dict(saved)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        what = f"{name} does not take its state of the checkpoint"
+        if isinstance(part, nn.Module) and (late := weights.late_buffer(part, saved)):
+            raise CheckpointError(f"{what}: {late}") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise CheckpointError(f"{what} ({reason}): resume with the {group} that the run was made with") from error
+
+
+def with_extra_state(part: nn.Module) -> list[nn.Module]:
+    return [one for one in part.modules() if type(one).get_extra_state is not nn.Module.get_extra_state]
+
+
+def checksum_of(part: nn.Module) -> list[Any]:
+    extra = [fingerprint(one.get_extra_state()) for one in with_extra_state(part)]
+    return [*checksum(weights.tensors_of(part)), extra]
 
 
 @torch.no_grad()
 def checksum(tensors: Iterable[Tensor]) -> list[Any]:
-    # Another one when a number has changed. The tensors are neither copied nor sent from a GPU. It does not see numbers
-    # that only swap two even places, or two odd ones.
+    # Another one when a number has changed, or its position. The tensors are neither copied nor sent from a GPU.
     sums: list[Tensor] = []
+    layouts: list[Any] = []
     for tensor in tensors:
         is_strided = tensor.layout is torch.strided and not (is_wrapped(tensor) or tensor.is_quantized)
-        if is_lazy(tensor) or tensor.is_meta or not is_strided:
-            sums.append(torch.tensor([tensor._version] * 2))
+        if tensor.is_meta or not is_strided:
+            layouts.append(tensor._version)
             continue
-        flat = dense(tensor.detach()).as_strided((tensor.numel(),), (1,))
-        numbers = flat.view(_INTEGERS.get(tensor.itemsize, torch.uint8))
-        sums.append(torch.stack((numbers.sum(), numbers[::2].sum())))  # the second one changes with their order
+        found = dense(tensor.detach())
+        layouts.append((tuple(found.shape), found.stride()))
+        flat = found.as_strided((found.numel(),), (1,))
+        sums.append(_weighed_sum(flat.view(_INTEGERS.get(flat.itemsize, torch.uint8))))
     devices = dict.fromkeys(one.device for one in sums)
-    return [torch.stack([one for one in sums if one.device == device]).tolist() for device in devices]
+    return [layouts, *(torch.stack([one for one in sums if one.device == device]).tolist() for device in devices)]
+
+
+def _weighed_sum(numbers: Tensor) -> Tensor:
+    # Modulo 2^64: an odd weight loses no bit of a number. Random weights tell positions apart.
+    weights_of, total = _odd_weights(numbers.device), torch.zeros((), dtype=torch.int64, device=numbers.device)
+    for part in numbers.split(_AT_ONCE):
+        total = total * _OF_PARTS + (part * weights_of[: len(part)]).sum()
+    return total
+
+
+@functools.cache
+def _odd_weights(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**63), 2**63 - 1, (_AT_ONCE,), generator=generator).bitwise_or(1).to(device)

@@ -31,14 +31,14 @@ class TrainStep(nn.Module):
 
     Attributes:
         part: what the update trains: the model, or a part of it.
-        criterion: the task's loss, where it has parameters that are trained with the model, or buffers; else None.
+        criterion: the task's loss, if it is a module: its parameters are trained with the model; else None.
         constant: makes a loss of 0 of a step in which nothing counts, with gradients of 0.
     """
 
     def __init__(self, task: Task, model: nn.Module, update: str = "") -> None:
         super().__init__()
         self.part = task.part(model, update) if update else model
-        self.update, self.criterion = update, loss_with_tensors(task)
+        self.update, self.criterion = update, loss_module(task)
         if trained_loss(task) is not None and update:
             raise ConfigError(f"the loss {type(self.criterion).__name__} has parameters: make it a part of the model")
         self.constant: Callable[[Step], Tensor] = self._constant
@@ -91,21 +91,20 @@ def nothing_of(parameter: Tensor, is_sparse: bool) -> Tensor:
     return parameter.flatten()[:0].sum().real
 
 
+def loss_module(task: Task) -> nn.Module | None:
+    # It may have no tensors yet: a forward pass may make its buffers.
+    criterion = getattr(task, "criterion", None)
+    return criterion if isinstance(criterion, nn.Module) else None
+
+
 def trained_loss(task: Task) -> nn.Module | None:
-    criterion = getattr(task, "criterion", None)
-    has_own = isinstance(criterion, nn.Module) and any(one.requires_grad for one in criterion.parameters())
-    return criterion if has_own else None
-
-
-def loss_with_tensors(task: Task) -> nn.Module | None:
-    # Its training may change them, so they go through the ranks as the model's do.
-    criterion = getattr(task, "criterion", None)
-    has_own = isinstance(criterion, nn.Module) and any(True for _ in criterion.buffers())
-    return criterion if has_own else trained_loss(task)
+    loss = loss_module(task)
+    return loss if loss is not None and any(one.requires_grad for one in loss.parameters()) else None
 
 
 def modules_of(task: Task) -> list[nn.Module]:
-    return list(dict.fromkeys(part for part in vars(task).values() if isinstance(part, nn.Module)))
+    parts = (*vars(task).values(), getattr(task, "criterion", None))
+    return list(dict.fromkeys(part for part in parts if isinstance(part, nn.Module)))
 
 
 def as_step(result: Any, task: Task | None = None) -> Step:

@@ -84,16 +84,14 @@ class DDP(Parallel):
             prebuild_buckets(wrapped, world)
         part = DDPStep(step, wrapped, self.uses_all, world)
         part.own_statistics = self.own_statistics
-        if of_loss and not self.own_statistics:
-            part.buffers = self._buffers_of_loss(step)
+        if step.criterion is not None and not self.own_statistics:
+            part.buffers = self._buffers_of(step.criterion)
         part.exchange_by(*self.hook)
         return part
 
-    def _buffers_of_loss(self, step: TrainStep) -> SentBuffers:
-        assert step.criterion is not None
-        of_parts = (part.buffers for part in self.parts.values())
-        shared = next((one for one in of_parts if one.modules == (step.criterion,)), None)
-        return shared or SentBuffers(self.world, step.criterion)
+    def _buffers_of(self, loss: nn.Module) -> SentBuffers:
+        shared = next((part.buffers for part in self.parts.values() if part.buffers.modules == (loss,)), None)
+        return shared or SentBuffers(self.world, loss)
 
 
 class DDPStep(PartStep):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_hydra.data.draws import StateGuard
@@ -146,7 +146,7 @@ def _calls_view(kind: type) -> bool:
 
 
 def without_shape(model: nn.Module) -> list[str]:
-    return [name for name, one in model.named_parameters() if isinstance(one, UninitializedParameter)]
+    return [name for name, one in (*model.named_parameters(), *model.named_buffers()) if is_lazy(one)]
 
 
 def give_memory(model: nn.Module) -> None:
@@ -337,12 +337,12 @@ def load_weights(model: nn.Module, content: Mapping[str, Any], split: Callable[[
         reason = " ".join(line.strip() for line in str(error).splitlines()[:3])[:300]
         if unsaved(model):
             reason = f"give adapter.r and the other keys of its adapter as in its run ({reason})"
-        elif late := _late_buffer(model, content["model"]):
+        elif late := late_buffer(model, content["model"]):
             reason = late
         raise CheckpointError(f"the checkpoint is not of this model: {reason}") from None
 
 
-def _late_buffer(model: nn.Module, saved: Any) -> str:
+def late_buffer(model: nn.Module, saved: Any) -> str:
     # "" if anything but buffers differs. Torch's load_state_dict gives no buffer another shape.
     if not isinstance(saved, Mapping):
         return ""
@@ -359,8 +359,8 @@ def _late_buffer(model: nn.Module, saved: Any) -> str:
     name = min(other)
     built = "None" if buffers[name] is None else f"of shape {tuple(buffers[name].shape)}"
     return (
-        f"it has the buffer {name} of shape {tuple(shapes[name])}, which is {built} where the model is built. Build it "
-        "with this shape, register it with persistent=False, or let the model's _load_from_state_dict make it"
+        f"it has the buffer {name} of shape {tuple(shapes[name])}, which is {built} where it is built. Build it "
+        "with this shape, register it with persistent=False, or let its class's _load_from_state_dict make it"
     )
 
 

@@ -255,8 +255,8 @@ def test_buffers_that_change_are_saved_and_resumed_where_the_model_takes_them(tr
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (("bank",), r"the buffer bank of shape \(4, 4\), which is of shape \(0, 4\) where the model is built. Build"),
-        (("late",), r"the buffer late of shape \(4,\), which is None where the model is built. Build it with"),
+        (("bank",), r"the buffer bank of shape \(4, 4\), which is of shape \(0, 4\) where it is built. Build"),
+        (("late",), r"the buffer late of shape \(4,\), which is None where it is built. Build it with"),
     ],
 )
 def test_a_buffer_that_torch_cannot_load_is_named_with_what_to_do(train, names, said):

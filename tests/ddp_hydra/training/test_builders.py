@@ -46,6 +46,38 @@ def test_a_model_with_a_parameter_without_a_shape_is_refused():
         model(_target_="torch.nn.LazyLinear", out_features=3)
 
 
+class Lazy(nn.Module):
+    """A loss with a layer without a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(3)
+
+    def forward(self, prediction, target):
+        return nn.functional.cross_entropy(self.head(prediction), target)
+
+
+class Holding(Task):
+    """Holds a layer without a shape."""
+
+    def __init__(self) -> None:
+        self.norm = nn.LazyBatchNorm1d(affine=False)
+
+
+@pytest.mark.parametrize(
+    ("group", "kind", "said"),
+    [
+        ("loss", Lazy, r"^loss\._target_=\S+\.Lazy: head\.weight, head\.bias has no shape yet.*give its size"),
+        ("task", Holding, r"^task\._target_=\S+\.Holding: norm: running_mean, running_var has no shape yet"),
+    ],
+)
+def test_so_are_a_loss_and_a_module_of_the_task(group, kind, said):
+    cfg = config()
+    cfg[group] = {"_target_": f"{__name__}.{kind.__name__}"}
+    with pytest.raises(ConfigError, match=said):
+        builders.task(cfg, Numbers(3), torch.device("cpu"))
+
+
 def test_a_model_without_an_argument_for_weights_begins_with_those_of_a_file_too():
     assert model(_target_="torch.nn.Linear", in_features=4, out_features=3, weights=None).out_features == 3
     with pytest.raises(ConfigError, match=r"^model\.weights=nosuch: there is no such file, nor a run directory$"):

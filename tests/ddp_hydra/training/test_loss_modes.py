@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from ddp_hydra.data.samplers import Distributed
+from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank.world import ALONE, World, in_world
 from ddp_hydra.tasks import Classification
 from ddp_hydra.training import builders, cost, inference
@@ -88,7 +89,33 @@ class Unsaved(Counts):
     get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
 
 
-KINDS = (Counts, Prior, Keeps)
+class Unloadable(nn.Module):
+    """Weighs classes by their numbers, which it has after the first batch."""
+
+    counts: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counts", None)
+
+    def forward(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if self.counts is None:
+            self.counts = torch.ones(prediction.shape[-1])
+        if self.training:
+            self.counts += torch.bincount(target, minlength=3)
+        return F.cross_entropy(prediction, target, self.counts.sum() / self.counts)
+
+
+class Late(Unloadable):
+    """The same as torch wants it: it takes the buffer from a state."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if f"{prefix}counts" in state:
+            self.counts = state[f"{prefix}counts"].clone()
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+KINDS = (Counts, Prior, Keeps, Late)
 
 
 def parts_of(kind: type[nn.Module]) -> dict[str, Any]:
@@ -145,6 +172,32 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(train, kind):
 def test_a_step_that_is_left_out_does_not_count_in_buffers(train, policy):
     run = train(whole=parts_of(Counts), fault=["nan,step=2"], on_nonfinite=policy)
     assert read(run.last)["loss"]["counts"].sum() == 3 + 2 * 7
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_nor_in_what_a_loss_keeps_outside_of_buffers(train, policy):
+    run = train(whole=parts_of(Counts), fault=["nan,step=2"], on_nonfinite=policy)
+    assert read(run.last)["loss"]["_extra_state"] == {"calls": 7}
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_nor_in_a_buffer_that_the_step_has_made(train, policy):
+    run = train(whole=parts_of(Late), fault=["nan,step=1"], on_nonfinite=policy)
+    assert read(run.last)["loss"]["counts"].sum() == 3 + 2 * 7
+
+
+def test_a_buffer_that_the_loss_does_not_take_is_named(train):
+    stopped = train(whole=parts_of(Unloadable), stop_at=("update", 3))
+    said = (
+        r"^Unloadable does not take its state of the checkpoint: it has the buffer counts of shape \(3,\), "
+        r"which is None where it is built.*let its class's _load_from_state_dict make it$"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        train(whole=parts_of(Unloadable), resume=stopped.last)
+
+
+def test_a_loss_without_a_state_is_in_no_checkpoint(train):
+    assert read(train().last).keys().isdisjoint(("loss", "task"))
 
 
 def test_nor_in_buffers_that_no_checkpoint_has(train, monkeypatch):

@@ -42,6 +42,19 @@ class Counts(nn.Module):
         return F.cross_entropy(prediction, target)
 
 
+class Late(Counts):
+    """The same, whose first call makes the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__((0,))
+        self.counts: Any = None
+
+    def forward(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if self.counts is None:
+            self.counts = torch.zeros(3)
+        return super().forward(prediction, target)
+
+
 class Noting(World):
     """Two ranks, of which this is the only one."""
 
@@ -130,17 +143,20 @@ def sent(world: World) -> list[Any]:
         sends_of(world, nn.Linear(4, 3), Classification(Counts((1,) if world.rank else ()))),
         # The first update counts in its second step, which is the third call of the loss.
         sends_of(world, Parts(), Pair(Counts((2,)))),
+        sends_of(world, nn.Linear(4, 3), Classification(Late())),
     ]
 
 
 @pytest.mark.integration
 def test_buffers_that_stay_the_same_cost_no_exchange(on_two_ranks):
-    (weighted, of_rank_1, of_parts), (_, other_of_rank_1, other_of_parts) = on_two_ranks(sent)
+    (weighted, of_rank_1, of_parts, late), (_, other_of_rank_1, other_of_parts, other_late) = on_two_ranks(sent)
     assert weighted[0] == [1, 0, 0, 0]
     assert of_rank_1[0] == other_of_rank_1[0] == [1, 0, 1, 0]
     assert of_parts[0] == other_of_parts[0] == [1, 0, 0, 1, 0, 0, 0, 0]
     assert of_rank_1[1].tolist() == other_of_rank_1[1].tolist() == [0, 0, 0]
     assert of_parts[1].tolist() == other_of_parts[1].tolist() == [2, 0, 0]
+    assert late[0] == other_late[0] == [0, 1, 0, 0]
+    assert late[1].tolist() == other_late[1].tolist() == [2, 0, 0]
 
 
 class Features(nn.Module):

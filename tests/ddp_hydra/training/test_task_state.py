@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import random
 import sys
+from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import nn
 
-from ddp_hydra.errors import CheckpointError
+from ddp_hydra.errors import CheckpointError, NonFiniteLoss
 from ddp_hydra.rank.fault_injection import FaultInjector
 from ddp_hydra.rank.world import ALONE, World, in_world
 from ddp_hydra.tasks import Step, Task
@@ -21,7 +24,7 @@ from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import StopSignal
 from ddp_hydra.training.loop import fit
 from ddp_hydra.training.run import TrainingRun
-from ddp_hydra.training.task_state import checksum
+from ddp_hydra.training.task_state import checksum, fingerprint
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, check_resume, config, flat, same
 from tests.ddp_hydra.training.plain_torch import CONSTANT
 
@@ -95,6 +98,65 @@ def test_checkpoints_have_the_modules_that_have_changed(train):
     assert saved["parts"]["frozen"] is None
     assert (saved["parts"]["step_of"], saved["own"]) == ({"n": 8}, {})
     assert "task" not in read(train().last)
+
+
+class Moves(Task):
+    """Counts its steps in all that a task can keep."""
+
+    def __init__(self) -> None:
+        self.n, self.steps, self.norm = 0, Steps(), nn.BatchNorm1d(4, affine=False)
+        self.codes = nn.ParameterList([torch.zeros(3)]).requires_grad_(False)
+
+    def step(self, model: Any, batch: Any) -> Step:
+        x, y = batch
+        if model.training:
+            self.n += 1
+            self.steps.n += 1
+            self.codes[0].data.add_(x.mean() * 0 + 1)
+            self.norm(x)
+        return Step(F.cross_entropy(model(x), y), len(y))
+
+    state_dict, load_state_dict = Steps.state_dict, Steps.load_state_dict
+
+
+class WithNan(Numbers):
+    """One sample is not finite."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return (x * torch.nan if index == 3 and len(self) == 9 else x), y
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_step_that_is_left_out_moves_nothing_of_the_task(train, policy):
+    saved = read(train(whole=parts_of(Moves), data=WithNan, on_nonfinite=policy).last)
+    left = 8 - len(saved["nonfinite"])
+    assert saved["nonfinite"] == [1, 7]
+    of_task = saved["task"]
+    assert of_task["own"] == of_task["parts"]["steps"] == {"n": left}
+    assert of_task["parts"]["codes"]["0"].tolist() == [left] * 3
+    assert of_task["parts"]["norm"]["num_batches_tracked"] == left
+    assert of_task["parts"]["norm"]["running_var"].isfinite().all()
+
+
+class Spoilt(Task):
+    """Its teacher gets numbers that are not finite, though the losses are; masks are infinite on purpose."""
+
+    def __init__(self, spoils: bool = True) -> None:
+        self.spoils, self.teacher = spoils, nn.Linear(4, 3).requires_grad_(False)
+        self.teacher.register_buffer("mask", torch.full((3,), -torch.inf))
+        self.teacher.limit = nn.Parameter(torch.full((3,), torch.inf), requires_grad=False)
+
+    def step(self, model: Any, batch: Any) -> Any:
+        if model.training:
+            self.teacher.bias.add_(torch.nan if self.spoils else 1)
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_no_checkpoint_holds_a_teacher_that_is_not_finite(train):
+    with pytest.raises(NonFiniteLoss, match=r"not finite \(task\.teacher\.bias\), although"):
+        train(whole=parts_of(Spoilt))
+    assert read(train(whole=parts_of(Spoilt, spoils=False)).last)["task"]["parts"]["teacher"]["bias"].isfinite().all()
 
 
 @pytest.mark.parametrize("every", [0, 3])
@@ -184,6 +246,46 @@ def test_what_no_checkpoint_has_is_told_once(train, capsys):
     ]
 
 
+class Several(Task):
+    """Keeps what changes in collections and generators."""
+
+    def __init__(self) -> None:
+        self.teachers = [nn.Linear(4, 3).requires_grad_(False) for _ in range(2)]
+        self.by_name = {"one": nn.Linear(4, 3).requires_grad_(False)}
+        self.recent = deque([torch.zeros(3)] * 2, maxlen=2)
+        self.noise, self.numpy, self.python = torch.Generator(), np.random.default_rng(0), random.Random(0)
+        self.frozen, self.names, self.idle = [nn.Linear(4, 3)], ("a", "b"), torch.Generator()
+
+    def step(self, model: Any, batch: Any) -> Any:
+        out = model(batch[0])
+        if model.training:
+            with torch.no_grad():
+                for one in (*self.teachers, *self.by_name.values()):
+                    one.weight.lerp_(model.weight, 0.1)
+            self.recent.append(out.detach().mean(0))
+            torch.rand(1, generator=self.noise), self.numpy.random(), self.python.random()
+        return F.cross_entropy(out, batch[1])
+
+
+def test_what_changes_in_collections_and_generators_is_told(train, capsys):
+    train(whole=parts_of(Several))
+    said = capsys.readouterr().err.splitlines()
+    own = "define Several.state_dict() and load_state_dict(state)"
+    assert {line.partition(" ")[0].removeprefix("Several."): line.partition(": ")[2] for line in said} == {
+        "teachers": f"make it an nn.ModuleList, or {own}",
+        "by_name": f"make it an nn.ModuleDict, or {own}",
+        **dict.fromkeys(("recent", "noise", "numpy", "python"), own),
+    }
+
+
+def test_of_a_long_collection_both_ends_count():
+    given = list(range(1000))
+    assert fingerprint(given) == fingerprint(list(given)) != fingerprint([*given[1:], 0])
+    assert fingerprint(given) != fingerprint(given[:-1])
+    given.append(given)  # type: ignore[arg-type]
+    assert fingerprint(given) == fingerprint(given)
+
+
 class Growing(Steps):
     """A loss that is no module."""
 
@@ -205,6 +307,36 @@ def test_a_checksum_changes_with_any_bit_and_with_the_order(dtype):
     assert checksum([given.clone(), torch.ones(0)]) == before
     given.data[0, 0], given.data[0, 1] = given[0, 1].clone(), not given[0, 0]
     assert checksum([given, torch.ones(0)]) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128], ids=str)
+def test_a_checksum_changes_where_numbers_only_change_places(dtype):
+    rows = torch.eye(8, 4).to(dtype)
+    moved = [rows, rows.roll(1, 0), rows.roll(2, 0), rows.flip(1), rows[[2, 1, 0, 3, 4, 5, 6, 7]], rows.T, rows[:4]]
+    assert len({str(checksum([one])) for one in moved}) == len(moved)
+    large = torch.zeros(2**18 + 3, dtype=dtype)
+    large[5] = 1
+    assert checksum([large]) != checksum([large.roll(2**18)]) != checksum([large.roll(2)])
+
+
+class Shuffling(Task):
+    """Puts its codes into another order in each step."""
+
+    def __init__(self) -> None:
+        self.codes = nn.Module()
+        self.codes.register_buffer("rows", torch.randn(8, 3))
+
+    def step(self, model: Any, batch: Any) -> Step:
+        x, y = batch
+        out, rows = model(x), self.codes.rows
+        loss = F.cross_entropy(out, y) + F.mse_loss(out, rows[0].clone().expand_as(out))
+        if model.training:
+            rows.copy_(rows[torch.randperm(8)])
+        return Step(loss, len(y))
+
+
+def test_a_resumed_run_has_the_codes_in_their_order(train):
+    check_resume(train, ("update", 3), whole=parts_of(Shuffling))
 
 
 @in_world

@@ -1,0 +1,178 @@
+"""A loss whose config has changed since the checkpoint: what it has counted stays, what the config gives is new."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from torch import nn
+
+from ddp_hydra import results
+from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.tasks import Classification, Step, Task
+from ddp_hydra.training import builders, load_run, loss_state
+from ddp_hydra.training.checkpoint import read
+from ddp_hydra.training.load_run import refuse_targets
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, config, flat
+
+
+class Counts(nn.Module):
+    """Weighs classes by the numbers of their samples, and by weights of the config; its noise is drawn."""
+
+    def __init__(self, floor: float = 0.1, given: Any = (1.0, 1.0, 1.0), n: int = 3) -> None:
+        super().__init__()
+        self.floor = floor
+        self.register_buffer("counts", torch.ones(n))
+        self.register_buffer("noise", torch.randn(3))
+        self.register_buffer("given", torch.tensor(list(given)))
+        self.fixed = nn.Parameter(torch.tensor(list(given)), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.counts += torch.bincount(target, minlength=3)
+        weight = self.given * self.fixed / (self.counts / self.counts.sum() + self.floor)
+        return F.cross_entropy(prediction + self.bias + self.noise, target, weight)
+
+
+class Other(nn.Module):
+    """Another one, of other buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("alpha", torch.ones(3))
+
+    def forward(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(prediction, target, self.alpha)
+
+
+class Own(Task):
+    """Makes its loss itself."""
+
+    def __init__(self, kind: str = "counts", share: float = 1.0, **options: Any) -> None:
+        kinds = {"counts": Counts, "other": Other, "weighted": lambda: nn.CrossEntropyLoss(torch.ones(3))}
+        self.share, self.criterion = share, kinds[kind](**options)
+
+    def step(self, model: Any, batch: Any) -> Step:
+        return Step(self.share * self.criterion(model(batch[0]), batch[1]), len(batch[1]))
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module, scale: float) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, scale
+
+    def forward(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.inner(prediction, target) * self.scale
+
+
+class Wrapping(Classification):
+    """Puts the loss into another one."""
+
+    def __init__(self, criterion: nn.Module, scale: float = 1.0, **options: Any) -> None:
+        super().__init__(criterion=Wrapped(criterion, scale), **options)
+
+
+def of_task(kind: type[Task], /, **options: Any) -> dict[str, Any]:
+    return {**BY_LOSS, "task": {"_target_": f"{__name__}.{kind.__name__}", "metric": "loss", **options}}
+
+
+def of_loss(kind: type[nn.Module] = Counts, /, **options: Any) -> dict[str, Any]:
+    return {**BY_LOSS, "loss": {"_target_": f"{__name__}.{kind.__name__}", **options}}
+
+
+NINE = [1.0, 9.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (of_loss(floor=0.1), of_loss(floor=0.2, given=NINE)),
+        (of_task(Own), of_task(Own, floor=0.2, given=NINE)),
+        ({**of_task(Wrapping), **of_loss()}, {**of_task(Wrapping, scale=2.0), **of_loss(given=NINE)}),
+    ],
+    ids=["given", "made by the task", "wrapped by the task"],
+)
+def test_a_resume_takes_what_the_config_gives_and_keeps_the_rest(train, first, then):
+    stopped = train(whole=first, stop_at=("update", 3))
+    saved = {name.removeprefix("inner."): one for name, one in read(stopped.last)["loss"].items()}
+    resumed = read(train(whole=then, resume=stopped.last, max_steps=3, epochs=None).last)["loss"]
+    resumed = {name.removeprefix("inner."): one for name, one in resumed.items()}
+    assert resumed["given"].tolist() == resumed["fixed"].tolist() == NINE
+    for name in ("counts", "noise", "bias"):
+        assert flat(resumed[name]) == flat(saved[name]), name
+    assert saved["counts"].sum() == 3 + 2 * stopped.value["steps"]
+
+
+def test_other_keys_of_the_task_change_nothing_of_its_loss(train):
+    stopped = train(whole=of_task(Own), stop_at=("update", 3))
+    resumed = train(whole=of_task(Own, share=0.5), resume=stopped.last, max_steps=3, epochs=None)
+    assert flat(read(resumed.last)["loss"]) == flat(read(stopped.last)["loss"])
+
+
+def test_a_loss_of_another_kind_begins_anew(train):
+    stopped = train(whole=of_task(Own, kind="weighted"), stop_at=("update", 3))
+    assert read(train(whole=of_task(Own, kind="other"), resume=stopped.last).last)["loss"].keys() == {"alpha"}
+
+
+def test_a_loss_that_can_not_be_built_as_before_begins_its_buffers_anew_and_says_so(train, capsys, monkeypatch):
+    stopped = train(whole=of_loss(floor=0.1), stop_at=("update", 3))
+
+    class Renamed(Counts):
+        def __init__(self, least: float = 0.1) -> None:
+            super().__init__(least)
+
+    Renamed.__name__ = "Counts"
+    monkeypatch.setattr(sys.modules[__name__], "Counts", Renamed)
+    given = of_loss(least=0.1)
+    resumed = read(train(whole=given, resume=stopped.last, max_steps=3, epochs=None).last)["loss"]
+    assert resumed["counts"].tolist() == [1, 1, 1]
+    assert flat(resumed["bias"]) == flat(read(stopped.last)["loss"]["bias"])
+    said = "Counts can't be built by the former loss config"
+    assert [line.partition(" (")[0] for line in capsys.readouterr().err.splitlines()] == [said]
+
+
+def test_a_loss_of_another_shape_is_refused_in_a_sentence():
+    said = r"^Counts does not take its state of the checkpoint"
+    with pytest.raises(CheckpointError, match=said + r": it has the buffer counts of shape \(4,\)"):
+        load_run.load_part(Counts(), "loss", "Counts", Counts(n=4).state_dict())
+    with pytest.raises(CheckpointError, match=said + r" \(RuntimeError: .*Missing key.* resume with the loss that"):
+        load_run.load_part(Counts(), "loss", "Counts", Other().state_dict())
+
+
+@pytest.mark.parametrize("given", [of_loss, lambda **options: of_task(Own, **options)], ids=["given", "of the task"])
+def test_an_evaluation_with_another_config_has_what_was_counted(train, given):
+    saved = read(train(whole=given()).last)
+    cfg = OmegaConf.create({**config(), **given(floor=0.5, given=NINE)})
+    task: Any = builders.task(cfg, Numbers(9), torch.device("cpu"))
+    load_run.restore_task(task, {"task": None, **saved}, cfg, Numbers(9))
+    assert task.criterion.given.tolist() == NINE
+    assert task.criterion.counts.equal(saved["loss"]["counts"])
+
+
+def test_what_no_checkpoint_keeps_of_the_config_is_no_change(monkeypatch):
+    monkeypatch.delenv("NOT_HERE", raising=False)
+    before = {**config(), **of_task(Own, token="***", floor="${oc.env:NOT_HERE}", given=NINE)}
+    cfg = OmegaConf.create({**config(), **of_task(Own, token="mine", floor=0.1, given=NINE)})
+    loss, saved = Counts(given=NINE), Counts(given=NINE).state_dict()
+    assert loss_state.fitting(loss, saved, before, cfg, None) is saved
+
+
+@pytest.mark.usefixtures("group")
+def test_a_config_that_is_not_trusted_is_not_built(capsys, monkeypatch):
+    monkeypatch.setattr(load_run, "CLASSES", (*load_run.CLASSES, __name__))
+    results.connect(mock.Mock())
+    before = {**config(), **of_loss(given={"_target_": "os.getcwdb"})}
+    cfg = OmegaConf.create({**config(), **of_loss()})
+    check = partial(refuse_targets, stored={})
+    found = loss_state.fitting(Counts(), Counts().state_dict(), before, cfg, None, check=check)
+    assert "loss.given._target_=os.getcwdb is from a checkpoint" in capsys.readouterr().err
+    assert found.keys() == Counts().state_dict().keys()
+    with pytest.raises(ConfigError):
+        refuse_targets(OmegaConf.create(before), {})
