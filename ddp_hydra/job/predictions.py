@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -235,54 +235,80 @@ def _cells(values: Any) -> list[Any]:
     return [str(value) for value in values] if values.dtype.kind == "f" else values.tolist()
 
 
+Kind = tuple[np.dtype[Any], tuple[int, ...]]
+"""Type of the values in a column, and shape of each; a text is of kind "U"."""
+
+
+def _kinds(chunks: Chunks) -> dict[str, Kind]:
+    """Return the kind of each column, which may have whole numbers in one part, and fractions or `None` in another."""
+    found: dict[str, Kind] = {}
+    with_missing: dict[str, None] = {}
+    for columns in chunks():
+        for name, values in columns.items():
+            if isinstance(values, list) and all(value is None for value in values):
+                with_missing[name] = None
+                continue
+            array = _texts(values) if isinstance(values, list) else values
+            dtype, shape = found.setdefault(name, (array.dtype, array.shape[1:]))
+            kinds = {dtype.kind, array.dtype.kind}
+            # A number that is missing is NaN: of true and false, they are fractions, too.
+            if array.shape[1:] != shape or not (len(kinds) == 1 or kinds <= {*"iuf"} or kinds == {*"bf"}):
+                kind = f"{array.dtype} {array.shape[1:]} and {dtype} {shape}"
+                raise ConfigError(f"the task predicts {name!r} as arrays {kind}: return one kind")
+            found[name] = np.promote_types(dtype, array.dtype), shape
+    for name in with_missing:
+        dtype, shape = found.get(name, (np.dtype("U1"), ()))
+        found[name] = np.dtype(float) if dtype.kind in "biu" else dtype, shape
+    return found
+
+
+def _texts(values: Sequence[str | None]) -> np.ndarray:
+    return np.asarray(["" if value is None else value for value in values])
+
+
+def _column(values: Any, kind: Kind) -> Any:
+    """Return a column of numbers as an array of its kind; one of texts as it is."""
+    dtype, shape = kind
+    if dtype.kind == "U":
+        return values
+    if isinstance(values, list):
+        return np.full((len(values), *shape), np.nan, dtype)
+    return values.astype(dtype, copy=False)
+
+
 def _write_parquet(path: Path, chunks: Chunks) -> None:
-    arrow = pyarrow()
-
-    def tables() -> Iterator[Any]:
+    arrow, kinds = pyarrow(), _kinds(chunks)
+    writer: Any = None
+    tables: list[Any] = []
+    size = 0
+    try:
         for columns in chunks():
-            yield arrow.table({name: arrow.array(values) for name, values in columns.items()})
-
-    schema = arrow.schema([])
-    for table in tables():  # a column may have whole numbers in one part, and fractions in another
-        try:
-            schema = arrow.unify_schemas([schema, table.schema], promote_options="permissive")
-        except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
-            raise ConfigError(f"the task predicts a column of two kinds ({error}): return one kind") from None
-    waiting: list[Any] = []
-    with arrow.parquet.ParquetWriter(path, schema) as writer:
-        for table in tables():
-            waiting.append(table.cast(schema))
-            if sum(map(len, waiting)) >= _GROUP_ROWS:
-                writer.write_table(arrow.concat_tables(waiting))
-                waiting = []
-        if waiting:
-            writer.write_table(arrow.concat_tables(waiting))
+            arrays = {name: _column(values, kinds[name]) for name, values in columns.items()}
+            types = {name: arrow.string() if isinstance(arrays[name], list) else None for name in arrays}
+            tables.append(arrow.table({name: arrow.array(one, types[name]) for name, one in arrays.items()}))
+            size += len(tables[-1])
+            writer = writer or arrow.parquet.ParquetWriter(path, tables[-1].schema)
+            if size >= _GROUP_ROWS:
+                writer.write_table(arrow.concat_tables(tables))
+                tables, size = [], 0
+        if tables:
+            writer.write_table(arrow.concat_tables(tables))
+    finally:
+        if writer is not None:
+            writer.close()
 
 
 def _write_npz(path: Path, chunks: Chunks, samples: int) -> None:
     """Write one column after the other, for an array in an archive is written in one go."""
-    found: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
-    for columns in chunks():
-        for name, array in ((name, _array(values)) for name, values in columns.items()):
-            dtype, shape = found.setdefault(name, (array.dtype, array.shape[1:]))
-            are_alike = dtype.kind == array.dtype.kind or {dtype.kind, array.dtype.kind} <= {*"iuf"}
-            if array.shape[1:] != shape or not are_alike:
-                raise ConfigError(
-                    f"the task predicts arrays {array.dtype} {array.shape[1:]} and {dtype} {shape}: return one kind"
-                )
-            found[name] = np.promote_types(dtype, array.dtype), shape
     with zipfile.ZipFile(path, "w", allowZip64=True) as archive:
-        for name, (dtype, shape) in found.items():
+        for name, (dtype, shape) in _kinds(chunks).items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
                 np.lib.format.write_array_header_2_0(member, {**header, "shape": (samples, *shape)})
                 for columns in chunks():
-                    member.write(np.ascontiguousarray(_array(columns[name]), dtype).tobytes())
-
-
-def _array(values: Any) -> np.ndarray:
-    """Return a column as an array; an empty text for one that is missing."""
-    return np.asarray(["" if value is None else value for value in values] if isinstance(values, list) else values)
+                    values = _column(columns[name], (dtype, shape))
+                    values = _texts(values) if isinstance(values, list) else values
+                    member.write(np.ascontiguousarray(values, dtype).tobytes())
 
 
 def _write_pictures(out: Path, chunks: Iterable[Mapping[str, Any]]) -> None:

@@ -279,7 +279,7 @@ def plain(name: str, values: Any) -> Any:
         return values
     if all(isinstance(value, (bool, int, float, np.number, np.bool_)) for value in known):
         return np.asarray([math.nan if value is None else value for value in values])
-    return [json.dumps(_jsonable(value), separators=(",", ":")) for value in values]
+    return [None if value is None else json.dumps(_jsonable(value), separators=(",", ":")) for value in values]
 
 
 def scalar(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -178,27 +179,53 @@ def test_parquet_is_written_in_groups_of_rows(parts, tmp_path, monkeypatch):
 
 
 PROMOTED = [
-    {"index": np.arange(2), "count": np.array([1, 2]), "name": ["a", None], "small": np.float32([1, 2])},
-    {"index": np.arange(2, 4), "count": np.array([0.5, np.nan]), "name": [None, None], "small": np.float64([3, 4])},
-    {"index": np.arange(4, 5), "count": np.array([3]), "name": ["ab"], "small": np.array([5], np.uint8)},
+    {"count": np.array([1, 2]), "name": ["a", None], "small": np.float32([1, 2]), "is": np.array([True, False])},
+    {
+        "count": np.array([0.5, np.nan]),
+        "name": [None, None],
+        "small": np.float64([3, 4]),
+        "is": np.array([1.0, np.nan]),
+    },
+    {"count": np.array([3]), "name": ["ab"], "small": np.array([5], np.uint8), "is": [None]},
+    {"count": [None], "name": [None], "small": np.float32([6]), "is": np.array([True])},
 ]
 """Parts whose columns have one kind together."""
 
 
 @pytest.mark.parametrize("groups", [1, 100])
-def test_a_column_of_whole_numbers_in_one_part_and_fractions_in_another_is_written(tmp_path, monkeypatch, groups):
+@pytest.mark.parametrize("parts", [PROMOTED, PROMOTED[::-1]], ids=["numbers first", "none first"])
+def test_a_column_of_whole_numbers_in_one_part_and_fractions_in_another_is_written(
+    tmp_path, monkeypatch, groups, parts
+):
     pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
     monkeypatch.setattr(predictions, "_GROUP_ROWS", groups)
     for name in ("a.csv", "a.parquet", "a.npz"):
-        predictions.write(tmp_path / name, lambda: PROMOTED, 5)
+        predictions.write(tmp_path / name, lambda: parts, 6)
+    wanted = {
+        "count": [[1, 2], [0.5, np.nan], [3], [np.nan]],
+        "small": [[1, 2], [3, 4], [5], [6]],
+        "is": [[1, 0], [1, np.nan], [np.nan], [1]],
+        "name": [["a", ""], ["", ""], ["ab"], [""]],
+    }
+    wanted = {name: [*chain(*found[:: 1 if parts is PROMOTED else -1])] for name, found in wanted.items()}
     with np.load(tmp_path / "a.npz", allow_pickle=False) as found:
-        np.testing.assert_array_equal(found["count"], [1, 2, 0.5, np.nan, 3])
-        assert found["name"].tolist() == ["a", "", "", "", "ab"]
-        assert (found["small"].dtype, found["small"].tolist()) == (np.float64, [1, 2, 3, 4, 5])
-    for table in (pandas.read_csv(tmp_path / "a.csv"), pandas.read_parquet(tmp_path / "a.parquet")):
-        np.testing.assert_array_equal(table["count"], [1, 2, 0.5, np.nan, 3])
-        assert table["name"].isna().tolist() == [False, True, True, True, False]
-        assert table["small"].tolist() == [1, 2, 3, 4, 5]
+        assert {name: found[name].dtype.kind for name in wanted} == {"count": "f", "small": "f", "is": "f", "name": "U"}
+        for name, values in wanted.items():
+            np.testing.assert_array_equal(found[name], values)
+    table = pandas.read_parquet(tmp_path / "a.parquet")
+    assert table["name"].fillna("").tolist() == wanted.pop("name")
+    assert table["name"].isna().sum() == 4
+    for name, values in wanted.items():
+        np.testing.assert_array_equal(table[name], values)
+    np.testing.assert_array_equal(pandas.read_csv(tmp_path / "a.csv")["count"], wanted["count"])
+
+
+def test_a_column_that_is_missing_everywhere_is_empty(tmp_path):
+    pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    for name in ("a.parquet", "a.npz"):
+        predictions.write(tmp_path / name, lambda: [{"a": [None]}, {"a": [None]}], 2)
+    assert pandas.read_parquet(tmp_path / "a.parquet")["a"].isna().all()
+    assert np.load(tmp_path / "a.npz")["a"].tolist() == ["", ""]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.npz"])

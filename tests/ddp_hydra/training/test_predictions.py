@@ -51,7 +51,7 @@ def test_a_list_of_numbers_is_a_column_of_numbers(values, column):
         ([None, None], [None, None]),
         (list(np.array(["a", "b"])), ["a", "b"]),
         (list(np.array(["2026-11-30", "2026-12-01"], "M8[D]")), ["2026-11-30", "2026-12-01"]),
-        ([[1], None], ["[1]", "null"]),
+        ([[1], None], ["[1]", None]),
     ],
     ids=str,
 )
