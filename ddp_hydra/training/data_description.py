@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from numbers import Integral
@@ -48,10 +49,11 @@ class DataDescription:
         if isinstance(names, set | frozenset):  # in no order, so only their number is known
             number, names = number or len(names), ()
         names = _names(names)
-        if len(names) == length(data) and len(set(names)) < len(names):  # a label for each sample
+        lengths = set(_lengths(data))
+        if len(names) in lengths and len(set(names)) < len(names):  # a label for each sample
             names = ()
         columns = tuple(features) if isinstance(features, (list, tuple)) else ()
-        if len(columns) == length(data):  # a user's own list of samples, not names of columns
+        if len(columns) in lengths:  # a user's own list of samples, not names of columns
             columns = ()
         return cls(
             names,
@@ -144,19 +146,29 @@ def length(data: Any) -> int | None:
         return None
 
 
+def _lengths(data: Any) -> Iterator[int | None]:
+    """Yield the lengths of a data set and of those inside: `random_split` shows the attributes of the whole one."""
+    yield length(data)
+    for part in data.parts if isinstance(data, wrappers.View) else ():
+        yield from _lengths(part)
+
+
 def _names(classes: Any) -> tuple[str, ...]:
     """Return the names in the order of their numbers; () if there are none, or other numbers than from 0 on."""
     if isinstance(classes, Mapping):
-        pairs = list(classes.items())
-        # name -> number, as `class_to_idx` of torchvision, or number -> name
-        numbered = [
-            own for own in (pairs, [(b, a) for a, b in pairs]) if all(isinstance(one, Integral) for _, one in own)
-        ]
-        for own in numbered:
-            if sorted(number for _, number in own) == list(range(len(own))):
-                return tuple(str(name) for name, _ in sorted(own, key=lambda pair: pair[1]))
-        if numbered:  # such as how often each class comes
+        if isinstance(classes, Counter):  # how often each class comes
             return ()
+        pairs = list(classes.items())
+        are_numbers = [all(isinstance(one, Integral) for one in part) for part in (classes, classes.values())]
+        if are_numbers[1]:  # name -> number, as `class_to_idx` of torchvision
+            numbered = pairs
+        elif are_numbers[0]:
+            numbered = [(name, number) for number, name in pairs]
+        else:
+            return tuple(map(str, classes))
+        if sorted(number for _, number in numbered) != list(range(len(pairs))):
+            return ()
+        return tuple(str(name) for name, _ in sorted(numbered, key=lambda pair: pair[1]))
     return tuple(map(str, classes)) if isinstance(classes, Iterable) and hasattr(classes, "__len__") else ()
 
 

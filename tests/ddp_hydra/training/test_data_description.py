@@ -11,8 +11,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import nn
+from torch.utils.data import ConcatDataset, Subset, random_split
 from torchvision.transforms import v2
 
+from ddp_hydra.data import wrappers
 from ddp_hydra.data.images.dataset import ImageDataset
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Regression
@@ -72,6 +74,13 @@ def test_attributes_that_mean_something_else_are_left_alone():
     assert DataDescription.of(data) == DataDescription(num_classes=5, n_samples=3)
 
 
+def repr_sorted(value: Any) -> str:
+    """Return an id that is the same in all processes, also of a set."""
+    return repr(
+        sorted(value) if isinstance(value, set | frozenset) else type(value) if hasattr(value, "__next__") else value
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "names", "number"),
     [
@@ -87,17 +96,28 @@ def test_attributes_that_mean_something_else_are_left_alone():
         (frozenset("ab"), (), 2),
         (["a", "b", "a"], (), 0),  # the labels of its three samples
         (Counter("aab"), (), 0),
+        (Counter([0, 0, 1]), (), 0),
+        ({0: 100, 1: 50}, (), 0),
+        ({7: 0, 8: 1}, ("7", "8"), 2),
         ({"cats": 1, "dogs": 2}, (), 0),  # their numbers begin with 1
         (iter("ab"), (), 0),
         (5, (), 5),
         (None, (), 0),
     ],
-    ids=str,
+    ids=repr_sorted,
 )
 def test_classes_are_names_only_where_their_numbers_are_known(given, names, number):
     data = type("Data", (), {"classes": given, "__len__": lambda self: 3})()
     found = DataDescription.of(data)
     assert (found.classes, found.num_classes) == (names, number)
+
+
+def test_labels_of_samples_are_no_names_behind_a_part_of_the_data_either():
+    data = Numbers(9)
+    data.classes = data.features = ["a", "b", "a"] * (len(data) // 3)
+    for part in (Subset(data, [0, 1]), random_split(data, [len(data) - 2, 2])[0], ConcatDataset([data, data])):
+        found = DataDescription.of(wrappers.look_into(part))
+        assert (found.classes, found.num_classes, found.features) == ((), 0, ())
 
 
 def test_validation_data_must_number_the_classes_as_training_data_does():
