@@ -23,10 +23,11 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.tasks.classification import is_samplewise
+from ddp_hydra.training import memory
 from ddp_hydra.training.consensus import Rounds
 from ddp_hydra.training.metrics import Meter, added, computed, count, named
 from ddp_hydra.training.parallel.parameter_groups import evaluation_mode
-from ddp_hydra.training.parallel.weights import broadcast_buffers, restored_buffers
+from ddp_hydra.training.parallel.weights import broadcast_buffers, restored_state, tensors_of
 from ddp_hydra.training.train_step import as_step, explained, loss_with_tensors, modules_of
 
 FEW = 8
@@ -46,12 +47,18 @@ class Evaluation:
     metrics: EvalMetrics
 
     def try_few(self, model: nn.Module, metric: str) -> None:
-        # A collective. A task's own `metrics` may need more samples for some of its names.
+        # A collective that changes nothing: a loss may learn from validations. A task's own `metrics` may need more
+        # samples for some of its names.
         is_typed = metric.startswith("val/") and metric not in ("val/loss", "val/accuracy")
         if not self.metrics.metrics and not is_typed:
             return
-        few = replace(self, batch_size=min(self.batch_size, FEW), metrics=self.metrics.copied())
-        with warnings.catch_warnings(action="ignore"), restored_buffers(model, *modules_of(self.task)):
+        world = self.metrics.world
+        task = copied(self.task, self.loader.device, world)
+        are_copied = all(world.gather_objects(task is not None))
+        if task is None or not are_copied:
+            return
+        few = replace(self, batch_size=min(self.batch_size, FEW), task=task, metrics=self.metrics.copied())
+        with warnings.catch_warnings(action="ignore"), restored_state(model):
             found = few.run(model, stop=lambda: True, are_few=True)
         are_known = type(self.task).metrics is Task.metrics and few.metrics.are_complete
         if metric.startswith("val/") and are_known and "val/loss" in found and metric not in found:
@@ -100,6 +107,16 @@ class Evaluation:
             results.take_means()  # of a batch that is not this rank's
             heartbeat.progress()
         return meter.result(world)
+
+
+def copied(task: Task, device: torch.device, world: World) -> Task | None:
+    # None if it holds a lock or an open file, or too much for the memory that is free, as a large teacher.
+    sharing = 1 if device.type == "cuda" else world.size
+    try:
+        size = sum(one.nbytes for module in modules_of(task) for one in tensors_of(module))
+        return None if size * sharing > memory.free_bytes(device) / 2 else copy.deepcopy(task)
+    except Exception:
+        return None
 
 
 def with_states(metric: Any) -> list[Any]:
