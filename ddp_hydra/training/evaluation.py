@@ -140,6 +140,13 @@ def synchronise(metric: Any, world: World) -> None:
                 setattr(part, name, stacked if reduce is None else reduce(stacked))
 
 
+def as_tensor(value: Any) -> Tensor | None:
+    # None if it is neither a number nor a tensor nor an array of numbers.
+    if isinstance(value, np.ndarray | np.generic):
+        return torch.from_numpy(np.array(value)) if value.dtype.kind in "biuf" and value.itemsize <= 8 else None
+    return torch.as_tensor(value) if isinstance(value, Tensor | float | int) else None
+
+
 class EvalMetrics:
     """Several metrics of one evaluation. A metric that is a matrix, as a confusion matrix, becomes a picture.
 
@@ -200,15 +207,16 @@ class EvalMetrics:
                 found, self.are_complete = {}, False
             metric.reset()
             several = found.items() if isinstance(found, Mapping) else [("", found)]
-            for key, value in several:
-                if not isinstance(value, (Tensor, float, int)):
+            for key, one in several:
+                if (value := as_tensor(one)) is None:
                     raise ConfigError(
-                        f"metrics.{name} ({type(metric).__name__}) computes a {type(value).__name__}: it must compute "
-                        "a number as AUROC does, a tensor, or a dict of them; leave it out with '~metrics." + name + "'"
+                        f"metrics.{name} ({type(metric).__name__}) computes a {type(one).__name__}: it must compute a "
+                        "number as AUROC does, a tensor, an array of numbers, or a dict of them; leave it out with "
+                        f"'~metrics.{name}'"
                     )
-                if is_samplewise(metric) and isinstance(value, Tensor) and value.ndim:
+                if is_samplewise(metric) and value.ndim:
                     value = value.double().mean(0)  # each sample counts once
-                numbers |= self._logged(f"val/{name}/{key}" if key else f"val/{name}", torch.as_tensor(value))
+                numbers |= self._logged(f"val/{name}/{key}" if key else f"val/{name}", value)
         return numbers
 
     def _logged(self, name: str, value: Tensor) -> dict[str, float]:

@@ -6,6 +6,7 @@ import sys
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -435,6 +436,34 @@ def test_a_metric_may_be_several():
     scores = EvalMetrics({"m": metric}, classes=["cat", "dog"])
     assert scores.result() == {"val/m/map": 0.5, "val/m/of/cat": 1, "val/m/of/dog": 2, "val/m/n": 3}
     assert list(scores.matrices) == ["val/m/all"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float32(2),
+        np.float64(2),
+        np.float16(2),
+        np.int64(2),
+        np.uint8(2),
+        np.array(2.0),
+        torch.tensor(2),
+        2,
+        np.True_,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_numbers_of_numpy_are_numbers(value):
+    assert EvalMetrics({"m": Computes(value)}).result() == {"val/m": float(value)}
+
+
+def test_arrays_are_as_tensors_and_texts_are_refused():
+    scores = EvalMetrics({"m": Computes({"of": np.array([1, 2]), "all": np.eye(2)})}, classes=["cat", "dog"])
+    assert scores.result() == {"val/m/of/cat": 1, "val/m/of/dog": 2}
+    assert scores.lists() == {"val/m/all": [[1, 0], [0, 1]]}
+    for wrong in (np.array(["a"]), np.str_("a"), "a", np.complex64(1), None):
+        with pytest.raises(ConfigError, match=r"metrics\.m \(Computes\) computes a .*an array of numbers"):
+            EvalMetrics({"m": Computes(wrong)}).result()
 
 
 class Remembers(Computes):
