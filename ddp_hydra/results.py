@@ -183,9 +183,11 @@ def log(metrics: Mapping[str, Any], step: int, *, epoch: float | None = None, sa
     send_metrics(metrics, step, epoch, samples)
 
 
-def send_metrics(metrics: Mapping[str, Any], step: int, epoch: float | None, samples: float | None) -> None:
-    """Send scalars of any name; see `log`."""
-    emit(Metrics(_numbers("log", metrics), epoch, samples), step)
+def send_metrics(metrics: Mapping[str, Any], step: int, epoch: float | None, samples: float | None) -> dict[str, float]:
+    """Send scalars of any name, and return them as numbers; see `log`."""
+    numbers = _numbers("log", metrics)
+    emit(Metrics(numbers, epoch, samples), step)
+    return numbers
 
 
 def log_mean(*unnamed: Any, **values: Any) -> None:

@@ -13,6 +13,12 @@ from ddp_hydra.errors import ConfigError
 
 OF_A_TASK = ("metric", "direction")
 """Keys of a task's config that say what best.pt goes by if `objective` does not; the task itself doesn't take them."""
+OWN = (
+    *("lr", "grad_norm", "loss_scale", "samples_per_s", "tokens_per_s", "mfu"),
+    *("peak_memory", "data_wait", "slowest_rank"),
+)
+"""Metrics that a run logs itself after some steps, besides those whose names begin with `OWN_PREFIXES`."""
+OWN_PREFIXES = ("train/", "train_epoch/", "data/")
 _CLASS_LOSS = re.compile(r"^(?!.*(binary|gaussian|poisson)).*(cross_?entropy|nll_?loss)", re.IGNORECASE)
 _LESS_IS_BETTER = re.compile(r"loss|perplexity|error|(^|[/_])(r?mse|mae)", re.IGNORECASE)
 _MORE_IS_BETTER = re.compile(r"acc|top\d|f1|precision|recall|auc|auroc|iou|dice|r2", re.IGNORECASE)
@@ -57,8 +63,31 @@ def direction_of(metric: str) -> str:
     raise ConfigError(f"objective.metric={metric}: its name does not say which way is better: {advice}")
 
 
+def is_of_run(metric: str) -> bool:
+    return metric in OWN or metric.startswith((*OWN_PREFIXES, "val/"))
+
+
+def is_of_validation(metric: str) -> bool:
+    return metric.startswith("val/") or not is_of_run(metric)
+
+
+def check_name(cfg: Any) -> None:
+    """Refuse a metric that neither the run nor a callback logs."""
+    metric, _ = metric_and_direction(cfg)
+    has_callbacks = any(node is not None for node in (OmegaConf.select(cfg, "callbacks") or {}).values())
+    if is_of_run(metric) or has_callbacks:
+        return
+    of = "train" if OmegaConf.select(cfg, "data.val") is None else "val"
+    name = f"{of}/{'loss' if '/' in metric else metric}"
+    raise ConfigError(
+        f"objective.metric={metric}: metrics of the run begin with train/ or val/, and there is no callback that could "
+        f"log another one: give objective.metric={name}, or +callbacks.<name>._target_=<class>"
+    )
+
+
 def is_unknown(metric: str, metrics: Mapping[str, float]) -> bool:
-    return metric not in metrics and (metric.startswith(("train/", "val/")) or "samples_per_s" in metrics)
+    has_steps = "samples_per_s" in metrics
+    return metric not in metrics and (has_steps or is_of_validation(metric) or metric.startswith("train/"))
 
 
 def unknown(metric: str, metrics: Mapping[str, float], saved: bool = True) -> ConfigError:
@@ -67,4 +96,5 @@ def unknown(metric: str, metrics: Mapping[str, float], saved: bool = True) -> Co
     give = (
         f"{'The run is saved: go on with resume=<its run directory>' if saved else 'Give'} objective.metric={nearest}"
     )
-    return ConfigError(f"objective.metric={metric}: this run has none; there are {', '.join(known)}. {give}")
+    none = "this run has none" if is_of_run(metric) else "no callback has logged it for this validation"
+    return ConfigError(f"objective.metric={metric}: {none}; there are {', '.join(known)}. {give}")

@@ -42,7 +42,7 @@ def check(cfg: DictConfig) -> None:
             raise ConfigError(f"trainer.{key}={str(trainer[key]).lower()}: there is no validation set: give data.val")
     check_training(cfg)
     _check_results(cfg)
-    objective.metric_and_direction(cfg)
+    objective.check_name(cfg)
     check_gang("dispatch.", cfg.dispatch.ranks, cfg.dispatch.min_ranks, cfg.dispatch.port_range)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from ddp_hydra.config import objective
 from ddp_hydra.console.text import counted
 
 
@@ -105,7 +106,7 @@ class EarlyStopping:
 
     @property
     def reason(self) -> str:
-        what = "validation" if self.metric.startswith("val/") else "epoch"
+        what = "validation" if objective.is_of_validation(self.metric) else "epoch"
         return f"no progress in {self.metric} for {counted(self.validations_without_progress, what)}"
 
     @property

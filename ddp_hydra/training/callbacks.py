@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ddp_hydra import heartbeat, results
+from ddp_hydra.config.objective import OWN, OWN_PREFIXES
 from ddp_hydra.console.text import is_chosen
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.rank.world import ALONE, World
@@ -20,12 +21,6 @@ from ddp_hydra.training.parallel import parameter_groups
 from ddp_hydra.training.state import TrainingState, each
 
 BINS = 64
-RESERVED = ("train/", "train_epoch/", "data/")
-OWN = (
-    *("lr", "grad_norm", "loss_scale", "samples_per_s", "tokens_per_s", "mfu"),
-    *("peak_memory", "data_wait", "slowest_rank"),
-)
-"""Names of the metrics that a run logs itself, and how they begin."""
 
 
 class Callback:
@@ -130,12 +125,14 @@ class RunView:
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Log numbers: metrics.jsonl, TensorBoard, and the loggers. The numbers of rank 0 count.
 
+        `objective.metric` may be one that is logged at each validation.
+
         Raises:
             ConfigError: a name is one of the run's own.
         """
         self._run.names.take(metrics)
         if self.rank == 0:
-            results.send_metrics(metrics, self.step, self._run.epoch_shown, self.samples)
+            self._run.logged |= results.send_metrics(metrics, self.step, self._run.epoch_shown, self.samples)
 
     def text(self, name: str, text: str) -> None:
         """Show a text (Markdown). Rank 0's counts."""
@@ -231,7 +228,7 @@ class MetricNames:
     def take(self, names: Iterable[str]) -> None:
         """Note names that the user's code logs; refuse one of the run's own."""
         given = set(map(str, names))
-        self._refuse(name for name in given if name.startswith(RESERVED) or name in OWN or name in self.of_run)
+        self._refuse(name for name in given if name.startswith(OWN_PREFIXES) or name in OWN or name in self.of_run)
         self.of_user |= given
 
     def add(self, names: Iterable[str]) -> None:
@@ -244,7 +241,7 @@ class MetricNames:
 
     def _refuse(self, taken: Iterable[str]) -> None:
         for name in taken:
-            own = ", ".join((*RESERVED, *OWN))
+            own = ", ".join((*OWN_PREFIXES, *OWN))
             raise ConfigError(
                 f"results.log, or run.log of a callback: {name!r} is a name of the run's own metrics ({own}, and those "
                 f"of its validation): give another, 'my/{name.rpartition('/')[2]}'"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
+from ddp_hydra import results
 from ddp_hydra.console.text import size_text
 from ddp_hydra.data.batch import mapped, tensors
 from ddp_hydra.data.draws import StateGuard
@@ -153,24 +154,28 @@ def fitting(whole: Memory, gathered: float, ranks: int, limit: float) -> str:
 
 
 def forward_pass(model: nn.Module, task: Task, update: str, batch: Any, cfg: DictConfig) -> Pass | None:
-    # None if the model needs values, or a task of the user does. The model is one of `build_outline`.
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    # None if the model needs values, or a task of the user does. The model is one of `build_outline`. A step may keep
+    # what it counts or computes in the task: it gets a copy of it, whose tensors have no memory.
+    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
+    task, fake = copy.copy(task), FakeTensorMode(allow_non_fake_inputs=True)
     if getattr(task, "mix", None) is not None:
-        task = copy.copy(task)
         task.__dict__["mix"] = None  # it draws a value, and its operations are few
+    try:
+        with StateGuard(), FakeCopyMode(fake):
+            task = copy.deepcopy(task)
+    except Exception:  # a lock, an open file
+        return None
     step, counter, kept = _Step(task, model.train(), update), FlopCounterMode(display=False), _Kept()
-    others = modules_of(task)  # which train later
     done: list[Any] = []
     noted = model.register_forward_hook(lambda *_: done.append(None))
     activations: int | None = None
     try:
         with (
-            weights.restored_buffers(*others),
-            parameter_groups.evaluation_mode(others),
+            parameter_groups.evaluation_mode(modules_of(task)),
             noted,
-            FakeTensorMode(allow_non_fake_inputs=True),
+            fake,
             StateGuard(),
             warnings.catch_warnings(action="ignore"),
         ):
@@ -187,6 +192,8 @@ def forward_pass(model: nn.Module, task: Task, update: str, batch: Any, cfg: Dic
     except Exception:  # model and task may do anything with values, which are not there
         if not done or not type(task).__module__.startswith("ddp_hydra."):  # it may go on to another pass
             return None
+    finally:
+        results.take_means()  # what model and task have logged has no value
     of_modules = counter.get_flop_counts()  # by the names of modules within `step`
     parts = {name: sum(of_modules.get(f"_Step.model.{name}", {}).values()) for name, _ in model.named_children()}
     return Pass(activations, counter.get_total_flops(), parts)

@@ -23,10 +23,11 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.tasks.classification import is_samplewise
+from ddp_hydra.training import memory
 from ddp_hydra.training.consensus import Rounds
 from ddp_hydra.training.metrics import Meter, added, computed, count, named
 from ddp_hydra.training.parallel.parameter_groups import evaluation_mode
-from ddp_hydra.training.parallel.weights import broadcast_buffers, restored_buffers
+from ddp_hydra.training.parallel.weights import broadcast_buffers, restored_state, tensors_of
 from ddp_hydra.training.train_step import as_step, explained, loss_module, modules_of
 
 FEW = 8
@@ -46,12 +47,18 @@ class Evaluation:
     metrics: EvalMetrics
 
     def try_few(self, model: nn.Module, metric: str) -> None:
-        # A collective. A task's own `metrics` may need more samples for some of its names.
+        # A collective that changes nothing: a loss may learn from validations. A task's own `metrics` may need more
+        # samples for some of its names.
         is_typed = metric.startswith("val/") and metric not in ("val/loss", "val/accuracy")
         if not self.metrics.metrics and not is_typed:
             return
-        few = replace(self, batch_size=min(self.batch_size, FEW), metrics=self.metrics.copied())
-        with warnings.catch_warnings(action="ignore"), restored_buffers(model, *modules_of(self.task)):
+        world = self.metrics.world
+        task = copied(self.task, self.loader.device, world)
+        are_copied = all(world.gather_objects(task is not None))
+        if task is None or not are_copied:
+            return
+        few = replace(self, batch_size=min(self.batch_size, FEW), task=task, metrics=self.metrics.copied())
+        with warnings.catch_warnings(action="ignore"), restored_state(model):
             found = few.run(model, stop=lambda: True, are_few=True)
         are_known = type(self.task).metrics is Task.metrics and few.metrics.are_complete
         if metric.startswith("val/") and are_known and "val/loss" in found and metric not in found:
@@ -102,6 +109,16 @@ class Evaluation:
         return meter.result(world)
 
 
+def copied(task: Task, device: torch.device, world: World) -> Task | None:
+    # None if it holds a lock or an open file, or too much for the memory that is free, as a large teacher.
+    sharing = 1 if device.type == "cuda" else world.size
+    try:
+        size = sum(one.nbytes for module in modules_of(task) for one in tensors_of(module))
+        return None if size * sharing > memory.free_bytes(device) / 2 else copy.deepcopy(task)
+    except Exception:
+        return None
+
+
 def with_states(metric: Any) -> list[Any]:
     modules = metric.modules() if isinstance(metric, nn.Module) else ()
     return [part for part in modules if getattr(part, "_reductions", None)]
@@ -121,6 +138,13 @@ def synchronise(metric: Any, world: World) -> None:
             else:
                 stacked = torch.stack(values).to(part.device)
                 setattr(part, name, stacked if reduce is None else reduce(stacked))
+
+
+def as_tensor(value: Any) -> Tensor | None:
+    # None if it is neither a number nor a tensor nor an array of numbers.
+    if isinstance(value, np.ndarray | np.generic):
+        return torch.from_numpy(np.array(value)) if value.dtype.kind in "biuf" and value.itemsize <= 8 else None
+    return torch.as_tensor(value) if isinstance(value, Tensor | float | int) else None
 
 
 class EvalMetrics:
@@ -183,15 +207,16 @@ class EvalMetrics:
                 found, self.are_complete = {}, False
             metric.reset()
             several = found.items() if isinstance(found, Mapping) else [("", found)]
-            for key, value in several:
-                if not isinstance(value, (Tensor, float, int)):
+            for key, one in several:
+                if (value := as_tensor(one)) is None:
                     raise ConfigError(
-                        f"metrics.{name} ({type(metric).__name__}) computes a {type(value).__name__}: it must compute "
-                        "a number as AUROC does, a tensor, or a dict of them; leave it out with '~metrics." + name + "'"
+                        f"metrics.{name} ({type(metric).__name__}) computes a {type(one).__name__}: it must compute a "
+                        "number as AUROC does, a tensor, an array of numbers, or a dict of them; leave it out with "
+                        f"'~metrics.{name}'"
                     )
-                if is_samplewise(metric) and isinstance(value, Tensor) and value.ndim:
+                if is_samplewise(metric) and value.ndim:
                     value = value.double().mean(0)  # each sample counts once
-                numbers |= self._logged(f"val/{name}/{key}" if key else f"val/{name}", torch.as_tensor(value))
+                numbers |= self._logged(f"val/{name}/{key}" if key else f"val/{name}", value)
         return numbers
 
     def _logged(self, name: str, value: Tensor) -> dict[str, float]:

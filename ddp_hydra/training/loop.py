@@ -24,7 +24,6 @@ from ddp_hydra.storage.manifest import BEST
 from ddp_hydra.training import build_data, builders, memory, setup, sharded_checkpoint
 from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.cadence import Actions
-from ddp_hydra.training.callbacks import OWN
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import LEAVE, Decision, StopSignal
 from ddp_hydra.training.lr_schedules import steps_in_epoch
@@ -214,7 +213,7 @@ def validate_and_decide(run: TrainingRun, due: Actions, means: Mapping[str, floa
         run.hear_callbacks()
     validated |= run.validation is None
     metric = run.cfg.objective.metric
-    counts = validated and (bool(means) or metric.startswith("val/"))
+    counts = validated and (bool(means) or objective.is_of_validation(metric))
     if counts:
         run.schedule_progress.judge(run.state.scheduler, run.metrics.get(metric))
     is_unknown = counts and objective.is_unknown(metric, run.metrics)
@@ -305,10 +304,11 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         predicted = described(run.task.predict(run.model.eval(), batch))
     if run.validation is not None:
         metrics |= run.validation.run(run.model, lambda: True, are_few=True)
-    # Any other name may be a callback's metric.
-    known = metrics if cfg.callbacks or "/" in cfg.objective.metric else {**metrics, **dict.fromkeys(OWN, 0.0)}
-    if objective.is_unknown(cfg.objective.metric, known):
-        raise objective.unknown(cfg.objective.metric, metrics, saved=False)
+    metric = cfg.objective.metric
+    goes_by_callback = bool(cfg.callbacks) and not objective.is_of_run(metric)  # none of which is called here
+    if not goes_by_callback and objective.is_unknown(metric, metrics):
+        raise objective.unknown(metric, metrics, saved=False)
+    by = f"{metric}, which a callback has to log" if goes_by_callback else metric
     in_epoch = f"{epoch_steps:,}" if epoch_steps else "an unknown number"
     return [
         f"data      {setup.samples_in(train_set, val_set)}",
@@ -319,6 +319,6 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         f"steps     {in_epoch} in an epoch with {counted(world_size, 'rank')} of {cfg.data.batch_size}",
         f"loss      {losses} before training",
         f"predicts  {predicted}",
-        f"metrics   {', '.join(metrics)}; {BEST} goes by {cfg.objective.metric}",
+        f"metrics   {', '.join(metrics)}; {BEST} goes by {by}",
         "dry run: all of it works",
     ]

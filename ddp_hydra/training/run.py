@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig
 
 from ddp_hydra import heartbeat, results
-from ddp_hydra.config import checkpoint_config, rank_batch
+from ddp_hydra.config import checkpoint_config, objective, rank_batch
 from ddp_hydra.data import draws
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.data.streams import StreamSampler
@@ -57,6 +57,7 @@ class TrainingRun:
         metrics: see `RunView.metrics`.
         stop: the reason to stop early and be resumed, a number of `heartbeat.REASONS`; 0 for none.
         held: metrics of the step that wait for its validation.
+        logged: on rank 0, the last value of each metric that callbacks have logged since the validation before.
         is_done: a callback has called the run done at a validation.
         ended_by_callback: a callback has called the run done, there or after a step.
         logged_at: the step after which the training metrics were logged last.
@@ -147,17 +148,18 @@ class TrainingRun:
         self.metrics: dict[str, float] = {}
         self.stop, self.logged_at = 0, self.position.step
         self.held: dict[str, float] = {}
+        self.logged: dict[str, float] = {}
         self.is_done = self.ended_by_callback = False
         self.header = setup.describe(self, train_set, val_set, changed, None if weights is None else untouched)
 
     def _build_state(self, config: dict[str, Any], description: DataDescription, batch: dict[str, int]) -> None:
-        updates, trainer, objective, sampler = self.updates, self.cfg.trainer, self.cfg.objective, self.sampler
+        updates, trainer, goal, sampler = self.updates, self.cfg.trainer, self.cfg.objective, self.sampler
         has_eval_weights = any(optimizers.has_eval_weights(update.optimizer) for update in updates.values())
         self.ema = None
         if trainer.ema_decay or has_eval_weights:
             self.ema = self.parallel.build_average(trainer.ema_decay or 0.0)
         stopping = trainer.early_stopping_patience, trainer.early_stopping_min_delta
-        self.early_stopping = EarlyStopping(objective.metric, objective.direction == "maximize", *stopping)
+        self.early_stopping = EarlyStopping(goal.metric, goal.direction == "maximize", *stopping)
         self.epoch_means = EpochMeans(self.task)
         callbacks = builders.callbacks(self.cfg)
         extras = {
@@ -220,8 +222,14 @@ class TrainingRun:
 
     def hear_callbacks(self) -> None:
         # A collective.
-        if self.callbacks.callbacks and self.consensus.decide(stop=self.stop_signal.asked).stop == DONE:
+        if not self.callbacks.callbacks:
+            return
+        if self.consensus.decide(stop=self.stop_signal.asked).stop == DONE:
             self.is_done = self.ended_by_callback = True
+        metric, logged, self.logged = self.cfg.objective.metric, self.logged, {}
+        if not objective.is_of_run(metric):
+            self.metrics.pop(metric, None)
+            self.metrics |= self.world.send(lambda: {metric: logged[metric]} if metric in logged else {})
 
     def call(self, event: str) -> None:
         self.callbacks.call(event, RunView(self))

@@ -286,6 +286,30 @@ def restored_buffers(*modules: nn.Module) -> Iterator[None]:
         kept.put_back()
 
 
+@contextmanager
+def restored_state(model: nn.Module) -> Iterator[None]:
+    # Buffers, and what `get_extra_state` of a module returns.
+    clone = plain_state.once(lambda tensor, _: tensor.detach().clone(), {})
+    kept = [
+        (module, plain_state.encode(module.get_extra_state(), f"model: {name}._extra_state", clone))
+        for name, module in with_extra_state(model)
+    ]
+    try:
+        with restored_buffers(model):
+            yield
+    finally:
+        for module, state in kept:
+            module.set_extra_state(plain_state.decode(state))
+
+
+def with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+
+
 def unsaved(model: nn.Module) -> frozenset[str]:
     # Names of parameters that no checkpoint has: an adapter is trained in their place, and they are loaded from the
     # files of a pretrained model whenever the model is built.
@@ -467,11 +491,7 @@ class Ema:
         self.decay = decay
         self.model: nn.Module = (_copied(model, decay) if average is None else average).requires_grad_(False)
         self.steps = 0
-        self.with_extra_state = [
-            (name, module)
-            for name, module in self.model.named_modules()
-            if type(module).get_extra_state is not nn.Module.get_extra_state
-        ]
+        self.with_extra_state = with_extra_state(self.model)
         self.infinite = {name for name, value in model.named_parameters() if not is_finite(value)}
 
     def take(self, model: nn.Module) -> None:

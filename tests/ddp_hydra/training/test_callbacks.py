@@ -218,6 +218,40 @@ def test_without_a_validation_set_epochs_count(train):
     assert "validation 1 False, checkpoint 8" in run.texts[0]
 
 
+class Scores(Callback):
+    """Logs a score of its own: it rises, is no number, and falls."""
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+
+    def on_validation(self, run: Any) -> None:
+        if run.epoch % self.every == 0:
+            run.log({"my/score": torch.tensor([0.0, 1.0, float("nan"), 0.5, 0.25][run.epoch])})
+
+
+BY_SCORE = {"metric": "my/score", "direction": "maximize"}
+
+
+def test_the_objective_may_be_what_a_callback_logs_at_each_validation(train):
+    parts = {**with_callbacks(score=(f"{HERE}.Scores", {})), "objective": BY_SCORE}
+    run = train(parts=parts, epochs=9, early_stopping_patience=3)
+    assert [is_best for _, is_best in run.bests] == [True, False, False, False]
+    assert run.value["stopped_early"] == "no progress in my/score for 3 validations"
+    assert run.value["metrics"]["my/score"] == 0.25
+    check_resume(train, stop_at=("forward", 6), parts=parts, epochs=4)
+    amid = train(parts=parts, epochs=1, validate_every_steps=2)
+    assert read(amid.last)["best"] == 1
+
+
+def test_a_callback_that_leaves_a_validation_out_is_named_and_nothing_is_lost(train):
+    found: list[Run] = []
+    parts = {**with_callbacks(score=(f"{HERE}.Scores", {"every": 2})), "objective": BY_SCORE}
+    said = r"objective\.metric=my/score: no callback has logged it for this validation; there are .*The run is saved"
+    with pytest.raises(ConfigError, match=said):
+        train(parts=parts, epochs=4, into=found)
+    assert found[0].steps_saved == [STEPS]
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("what", "said"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -11,13 +12,16 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.nn import functional as F
 
+import ddp_hydra
+from ddp_hydra import results
 from ddp_hydra.data.batch import n_tokens
 from ddp_hydra.tasks import Classification
-from ddp_hydra.training import cost
+from ddp_hydra.training import cost, setup
 from ddp_hydra.training.loop import first_step
 from ddp_hydra.training.monitor import Throughput
 from ddp_hydra.training.parallel import parameter_groups, weights
 from tests.ddp_hydra.training.loop_runs import Numbers, config
+from tests.ddp_hydra.training.loop_runs import weights as weights_of
 
 TASK = Classification(F.cross_entropy)
 
@@ -65,6 +69,54 @@ class Looks(nn.Linear):
 
 def test_a_model_that_needs_values_has_unknown_activations():
     assert cost.forward_pass(Looks(8, 3), TASK, "", (torch.zeros(4, 8), torch.zeros(4).long()), settings()) is None
+
+
+class Keeps(Classification):
+    """Keeps what its steps have counted and computed."""
+
+    def __init__(self, criterion: Any) -> None:
+        super().__init__(criterion)
+        self.n, self.mean, self.seen, self.teacher = 0, torch.ones(()), [], nn.Linear(4, 3).requires_grad_(False)
+
+    def step(self, model: Any, batch: Any) -> Any:
+        found = super().step(model, batch)
+        self.n += torch.is_grad_enabled()
+        self.mean = 0.9 * self.mean + 0.1 * found.loss.detach()
+        self.seen.append(found.loss.detach())
+        for old, new in zip(self.teacher.parameters(), model.parameters(), strict=True):
+            old.data = 0.9 * old.data + 0.1 * new.data
+        ddp_hydra.log(mean=self.mean)
+        return found._replace(loss=found.loss / self.mean)
+
+
+class Locked(Keeps):
+    def __init__(self, criterion: Any) -> None:
+        super().__init__(criterion)
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("kind", [Keeps, Locked])
+def test_an_estimate_leaves_the_task_the_logged_means_and_the_generators_as_they_are(kind):
+    task, state = kind(F.cross_entropy), torch.get_rng_state()
+    weight = task.teacher.weight.clone()
+    given = torch.zeros(4, 4, device="meta"), torch.zeros(4, dtype=torch.long, device="meta")
+    found = cost.forward_pass(nn.Linear(4, 3, device="meta"), task, "", given, settings())
+    assert (found is None) == (kind is Locked), "a task that can't be copied has no estimate"
+    assert (task.n, task.mean, task.seen) == (0, torch.ones(()), [])
+    assert type(task.teacher.weight.data) is torch.Tensor
+    assert task.teacher.weight.equal(weight)
+    assert results.take_means() == {}
+    assert torch.get_rng_state().equal(state)
+
+
+@pytest.mark.medium
+def test_a_profile_and_a_large_model_train_as_without_an_estimate(train, monkeypatch):
+    task = {"task": {"_target_": f"{__name__}.Keeps"}}
+    alone = train(whole=task)
+    monkeypatch.setattr(setup, "LARGE", 0)
+    for told in (train(whole=task), train(whole=task, profile_steps=2)):
+        assert [line for line in told.header if line.startswith("memory")]
+        assert weights_of(told).equal(weights_of(alone))
 
 
 @pytest.mark.usefixtures("group")

@@ -133,16 +133,26 @@ def test_a_segmentation_works():
             {"objective": {"metric": "val/acc"}}, ConfigError,
             r"objective\.metric=val/acc: .* there are train/accuracy.* Give objective\.metric=val/accuracy$",
         ),
+        ({"objective": {"metric": "my/loss"}}, ConfigError, r"objective\.metric=my/loss: .* Give .*=(val|train)/loss$"),
         (
             {"objective": {"metric": "accuracy"}}, ConfigError,
             r"objective\.metric=accuracy: .* Give objective\.metric=(val|train)/accuracy$",
         ),
     ],
-    ids=["backward", "validation", "objective", "objective without val/"],
+    ids=["backward", "validation", "objective", "of a callback", "objective without val/"],
 )  # fmt: skip
 def test_what_a_first_step_would_die_of_is_found(given, error, said):
     with pytest.raises(error, match=said):
         dry(**given)
+
+
+def test_it_says_that_a_callback_has_to_log_the_objective():
+    callbacks = {"mine": {"_target_": "ddp_hydra.training.callbacks.WallClock", "at": "07:00"}}
+    lines = dry(objective={"metric": "my/score"}, callbacks=callbacks)
+    assert lines[-2].endswith("; best.pt goes by my/score, which a callback has to log")
+    assert dry(objective={"metric": "lr"})[-2].endswith("; best.pt goes by lr")
+    with pytest.raises(ConfigError, match=r"objective\.metric=val/score: this run has none"):
+        dry(objective={"metric": "val/score"}, callbacks=callbacks)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,10 +14,10 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World, in_world
 from ddp_hydra.tasks import Classification, LanguageModel, Step, Task
 from ddp_hydra.tasks.losses import CrossEntropy
-from ddp_hydra.training import evaluation
+from ddp_hydra.training import evaluation, memory
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.evaluation import EvalMetrics
-from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, flat
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, FALLING, Numbers, flat
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -190,21 +192,126 @@ def test_an_objective_may_be_a_chosen_metric_beside_those_of_the_task(train):
 
 
 class Counting(torch.nn.Linear):
-    """Counts its batches in a buffer, also in evaluation mode."""
+    """Counts its batches in a buffer and in its extra state, also in evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__(4, 3)
         self.register_buffer("batches", torch.zeros(()))
+        self.seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
 
     def forward(self, x):
         self.batches += 1
-        return super().forward(x)
+        self.seen += 1
+        return super().forward(x) / (1 + self.seen / 100)
 
 
-def test_trying_the_metrics_changes_nothing_of_the_training(train):
-    model = {"model": {"_target_": f"{__name__}.Counting"}}
-    saved = [read(train(whole=model, parts=parts).last) for parts in ({}, chosen("recall", "MulticlassRecall"))]
-    assert flat(saved[0]["model"]) == flat(saved[1]["model"])
+class Learning(torch.nn.Module):
+    """Weighs the classes by what a validation has found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error, self.calls = torch.ones(3), 0
+
+    def get_extra_state(self):
+        return {"error": self.error, "calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.error, self.calls = state["error"], state["calls"]
+
+    def forward(self, scores, target):
+        if not torch.is_grad_enabled():
+            self.calls += 1
+            self.error = (0.9 * self.error).index_add(0, target, 0.1 * (scores.argmax(1) != target).float())
+        return torch.nn.functional.cross_entropy(scores, target, self.error)
+
+
+class LearningApart:
+    """The same, and no module."""
+
+    def __init__(self) -> None:
+        self.inner = Learning()
+
+    def state_dict(self):
+        return self.inner.get_extra_state()
+
+    def load_state_dict(self, state):
+        self.inner.set_extra_state(state)
+
+    def __call__(self, scores, target):
+        return self.inner(scores, target)
+
+
+class Watching(Classification):
+    """Has a teacher that follows the model in a validation, too, and keeps a list."""
+
+    def __init__(self, criterion):
+        super().__init__(criterion)
+        self.teacher, self.calls = torch.nn.Linear(4, 3).requires_grad_(False), []
+
+    def validation_step(self, model, batch):
+        self.calls.append(len(self.calls))
+        self.teacher.weight.mul_(0.9).add_(model.weight, alpha=0.1)
+        return self.step(model, batch)
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+    def step(self, model, batch):
+        found = super().step(model, batch)
+        return found._replace(loss=found.loss * (1 + len(self.calls)) + self.teacher.weight.sum() * model.bias.sum())
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        {"model": {"_target_": f"{__name__}.Counting"}},
+        {"loss": {"_target_": f"{__name__}.Learning"}},
+        {"loss": {"_target_": f"{__name__}.LearningApart"}},
+        {"task": {"_target_": f"{__name__}.Watching"}},
+    ],
+    ids=["model", "loss", "loss that is no module", "task"],
+)
+def test_trying_the_metrics_changes_nothing_of_the_training_also_of_a_resumed_run(train, whole):
+    given = {"whole": {**whole, **FALLING}, "parts": chosen("recall", "MulticlassRecall")}
+    stopped = train(stop_at=("forward", 6), **given)
+    runs = [train(whole=given["whole"]), train(**given), train(resume=stopped.last, **given)]
+    alone, *tried = [flat(read(run.last)) for run in runs]
+    assert tried == [alone, alone]
+
+
+class Locked(Classification):
+    """Can't be copied."""
+
+    def __init__(self, criterion):
+        super().__init__(criterion)
+        self.lock, self.teacher = threading.Lock(), torch.nn.Linear(4, 3)
+
+
+class Large(Classification):
+    """Has a teacher."""
+
+    def __init__(self, criterion):
+        super().__init__(criterion)
+        self.teacher = torch.nn.Linear(4, 3).requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", ["Locked", "Large"])
+def test_metrics_are_not_tried_with_a_task_that_can_not_be_copied(train, kind, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 2**40 if kind == "Locked" else 2 * 15 * 4 - 1)
+    found: list[Any] = []
+    parts = {**chosen("accuracy", "MulticlassAccuracy"), "task": {"_target_": f"{__name__}.{kind}"}}
+    with pytest.raises(ConfigError, match=r"the task logs val/accuracy itself"):
+        train(parts={**parts, **FALLING}, into=found, log_every_steps=1)
+    assert len([record for record in found[0].records if record.kind == "metrics"]) >= 3, "at the first validation"
 
 
 def test_a_metric_that_needs_more_samples_than_it_is_tried_with_is_not_refused(train):
@@ -329,6 +436,34 @@ def test_a_metric_may_be_several():
     scores = EvalMetrics({"m": metric}, classes=["cat", "dog"])
     assert scores.result() == {"val/m/map": 0.5, "val/m/of/cat": 1, "val/m/of/dog": 2, "val/m/n": 3}
     assert list(scores.matrices) == ["val/m/all"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float32(2),
+        np.float64(2),
+        np.float16(2),
+        np.int64(2),
+        np.uint8(2),
+        np.array(2.0),
+        torch.tensor(2),
+        2,
+        np.True_,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_numbers_of_numpy_are_numbers(value):
+    assert EvalMetrics({"m": Computes(value)}).result() == {"val/m": float(value)}
+
+
+def test_arrays_are_as_tensors_and_texts_are_refused():
+    scores = EvalMetrics({"m": Computes({"of": np.array([1, 2]), "all": np.eye(2)})}, classes=["cat", "dog"])
+    assert scores.result() == {"val/m/of/cat": 1, "val/m/of/dog": 2}
+    assert scores.lists() == {"val/m/all": [[1, 0], [0, 1]]}
+    for wrong in (np.array(["a"]), np.str_("a"), "a", np.complex64(1), None):
+        with pytest.raises(ConfigError, match=r"metrics\.m \(Computes\) computes a .*an array of numbers"):
+            EvalMetrics({"m": Computes(wrong)}).result()
 
 
 class Remembers(Computes):
