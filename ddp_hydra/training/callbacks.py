@@ -154,18 +154,19 @@ class RunView:
             from PIL import Image
 
             content = io.BytesIO()
-            given = pixels.detach().cpu() if torch.is_tensor(pixels) else pixels
-            found = np.asarray(given.double() if torch.is_tensor(given) and given.is_floating_point() else given)
-            if found.dtype.kind in "bf":
-                found = (np.nan_to_num(found).clip(0, 1) * 255.0).round()
-            elif found.size and found.dtype.kind in "iu" and not 0 <= found.min() <= found.max() <= 255:
-                wanted = "whole numbers from 0 to 255, or fractions from 0 to 1"
-                raise RecordError(f"run.image({name!r:.80}, …) takes {wanted}, got {found.min()} to {found.max()}")
+            wanted = "pixels of shape (height, width) or (height, width, 3)"
+            got = tuple(pixels.shape) if hasattr(pixels, "shape") else type(pixels).__name__
             try:
+                given = pixels.detach().cpu() if torch.is_tensor(pixels) else pixels
+                found = np.asarray(given.double() if torch.is_tensor(given) and given.is_floating_point() else given)
+                if found.dtype.kind in "bf":
+                    found = (np.nan_to_num(found).clip(0, 1) * 255.0).round()
+                elif found.size and found.dtype.kind in "iu" and not 0 <= found.min() <= found.max() <= 255:
+                    wanted = "whole numbers from 0 to 255, or fractions from 0 to 1"
+                    got = f"{found.min()} to {found.max()}"
+                    raise ValueError
                 Image.fromarray(found.astype(np.uint8)).save(content, "PNG")
-            except (TypeError, ValueError):
-                wanted = "pixels of shape (height, width) or (height, width, 3)"
-                got = tuple(pixels.shape) if hasattr(pixels, "shape") else type(pixels).__name__
+            except (TypeError, ValueError, OverflowError):
                 raise RecordError(f"run.image({name!r:.80}, …) takes {wanted}, got {got}") from None
             results.image(name, content.getvalue(), self.step)
 

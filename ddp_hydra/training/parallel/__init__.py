@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -116,7 +117,7 @@ class Parallel:
         try:
             yield
         except RuntimeError as error:
-            if self.channels_last and "view size is not compatible" in str(error):
+            if self.channels_last and re.search("view size is not compatible|Cannot view a tensor", str(error)):
                 error.add_note(
                     "the channels of images and of convolutions are last in memory: give trainer.channels_last=false, "
                     "or write flatten or reshape in place of view"

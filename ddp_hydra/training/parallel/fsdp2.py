@@ -261,7 +261,8 @@ class FSDP2(Parallel):
     def explain_errors(self) -> Iterator[None]:
         known = EXPLAINED | ({LOW: CONVERT} if self.casts_to_bf16 else {})
         try:
-            yield
+            with super().explain_errors():
+                yield
         except (RuntimeError, AssertionError) as error:
             if advice := next((what for pattern, what in known.items() if re.search(pattern, str(error))), None):
                 where = text.raised_at(error) or (str(error).splitlines() or [""])[0]

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -140,9 +141,11 @@ def lay_out(model: nn.Module, channels_last: bool | None) -> bool:
 
 def _calls_view(kind: type) -> bool:
     own = [one for one in kind.__mro__ if not one.__module__.startswith("torch.")]
-    functions = [function for one in own for function in vars(one).values()]
-    codes = (getattr(function, "__code__", None) for function in functions)
-    return any(code is not None and "view" in code.co_names for code in codes)
+    functions = [inspect.unwrap(getattr(one, "__func__", one)) for kind in own for one in vars(kind).values()]
+    codes = [code for function in functions if (code := getattr(function, "__code__", None)) is not None]
+    for code in codes:  # those of lambdas and comprehensions lie inside
+        codes += [part for part in code.co_consts if isinstance(part, CodeType)]
+    return any("view" in code.co_names for code in codes)
 
 
 def without_shape(model: nn.Module) -> list[str]:

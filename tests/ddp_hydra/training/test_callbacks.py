@@ -531,6 +531,9 @@ def test_an_image_of_another_shape_is_refused_with_its_shape():
         view.image("grid", torch.zeros(3, 8, 9, dtype=torch.uint8))
     with pytest.raises(RecordError, match=r"^run\.image\('grid', …\) takes pixels of shape .* got str$"):
         view.image("grid", "a.png")
+    for odd in ([[1], [1, 2]], np.array([[2**70]], dtype=object)):
+        with pytest.raises(RecordError, match=r"^run\.image\('grid', …\) takes pixels of shape .* got "):
+            view.image("grid", odd)
 
 
 @pytest.mark.parametrize(

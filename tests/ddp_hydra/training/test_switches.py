@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import pytest
@@ -124,6 +125,37 @@ def as_rows(x: Tensor) -> Tensor:
     return x.view(len(x), -1)
 
 
+def timed(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    return call
+
+
+class Decorated(WithoutView):
+    """Its method is inside another one."""
+
+    @timed
+    def flat(self, x: Tensor) -> Tensor:
+        return x.view(x.size(0), -1)
+
+
+class Static(WithoutView):
+    """Its method is a function."""
+
+    @staticmethod
+    def flat(x: Tensor) -> Tensor:
+        return x.view(x.size(0), -1)
+
+
+class Inside(WithoutView):
+    """It calls `view` in a function of a function."""
+
+    def flat(self, x: Tensor) -> Tensor:
+        return torch.cat([(lambda one: one.view(one.size(0), -1))(part) for part in [x]])
+
+
 class Hidden(WithoutView):
     """It calls `view` in a function that nothing sees before a step."""
 
@@ -138,7 +170,8 @@ def test_a_model_that_calls_view_trains_as_it_does_in_torch(train):
     ]
     assert flat(trained[0]["model"]) == flat(trained[1]["model"])
     assert weights.lay_out(WithoutView(), None)
-    assert not weights.lay_out(Net(), None)
+    for kind in (Net, Decorated, Static, Inside):
+        assert not weights.lay_out(kind(), None)
     assert not weights.lay_out(nn.Sequential(nn.Conv2d(3, 4, 2), Net()), None)
     assert weights.lay_out(Net(), True)
 
