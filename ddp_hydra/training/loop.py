@@ -286,24 +286,25 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
             "free here",
         ]
     run = TrainingRun(cfg, train_set, val_set, None, FaultInjector(), StopSignal())
-    run.begin_epoch()
-    micro_batches, meter = list(next(run.steps())), Meter(run.loader.device)
-    for update in run.updates.values():
-        update.begin()
-        decision, _, counts = forward_backward(run, update, micro_batches)
-        meter.add(*counts)
-        update.rescale(update.weighing.factor(decision.n))
-        if not update.weighing.is_empty:
-            update.apply()
-        update.scheduler.step()
-    run.advance(updated=True)
-    run.state.check()
-    metrics, batch = named("train", computed(run.task, meter.result())), micro_batches[0].batch
-    losses = ", ".join(f"{value:.4f}" for name, value in metrics.items() if name.endswith("loss"))
-    with torch.no_grad(), run.autocast, evaluation_mode(modules_of(run.task)):
-        predicted = described(run.task.predict(run.model.eval(), batch))
-    if run.validation is not None:
-        metrics |= run.validation.run(run.model, lambda: True, are_few=True)
+    with run.parallel.explain_errors():
+        run.begin_epoch()
+        micro_batches, meter = list(next(run.steps())), Meter(run.loader.device)
+        for update in run.updates.values():
+            update.begin()
+            decision, _, counts = forward_backward(run, update, micro_batches)
+            meter.add(*counts)
+            update.rescale(update.weighing.factor(decision.n))
+            if not update.weighing.is_empty:
+                update.apply()
+            update.scheduler.step()
+        run.advance(updated=True)
+        run.state.check()
+        metrics, batch = named("train", computed(run.task, meter.result())), micro_batches[0].batch
+        losses = ", ".join(f"{value:.4f}" for name, value in metrics.items() if name.endswith("loss"))
+        with torch.no_grad(), run.autocast, evaluation_mode(modules_of(run.task)):
+            predicted = described(run.task.predict(run.model.eval(), batch))
+        if run.validation is not None:
+            metrics |= run.validation.run(run.model, lambda: True, are_few=True)
     metric = cfg.objective.metric
     goes_by_callback = bool(cfg.callbacks) and not objective.is_of_run(metric)  # none of which is called here
     if not goes_by_callback and objective.is_unknown(metric, metrics):
