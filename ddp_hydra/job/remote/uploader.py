@@ -241,15 +241,16 @@ def _download(store: FencedStore, before: Status, status: DriverStatus, run_dir:
         content = store.get(SUMMARY)
         ended = decode(content, Summary, f"{SUMMARY} in {store.url}") or Summary(status="failed")
     except FileNotFoundError:  # a run that has not ended has no summary
-        attempts = failed_attempts(before)
+        attempts, has_trained = failed_attempts(before), before.step is not None or not before.attempts
         names = ("objective", "metrics", "tags", "started", "project", "steps_lost")
         fields = {name: getattr(before, name) for name in names}
-        fields |= {"attempts": attempts, "restarts": len(attempts) - 1, "failure": attempts[-1].failure}
-        ended = Summary(status="failed", steps=before.step, **fields)
+        fields |= {"restarts": len(attempts) - 1 if has_trained else before.restarts}
+        fields |= {"attempts": attempts, "failure": attempts[-1].failure}
+        ended = Summary(status="failed", steps=before.step if has_trained else before.steps_before, **fields)
         content = encode(ended, indent=2)
-    for name in ("attempts", "metrics", "steps_lost"):  # for a driver after this one
+    for name in ("attempts", "metrics", "steps_lost", "restarts"):  # for a driver after this one
         setattr(status.now, name, getattr(ended, name))
-    status.now.files = before.files
+    status.now.steps_before, status.now.files = ended.steps, before.files
     # The job adds its own attempts. It stays, to the byte, if the job ends before it begins to train.
     prepared_path(run_dir, SUMMARY).write_bytes(content)
     for name in status.now.files:

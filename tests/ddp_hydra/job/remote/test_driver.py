@@ -24,12 +24,12 @@ from ddp_hydra.job.remote import driver, uploader
 from ddp_hydra.job.remote.driver import SCRATCH, RemoteJobRunner, _client_security
 from ddp_hydra.job.remote.start_driver import DriverSpec
 from ddp_hydra.job.remote.status import DriverStatus, FencedStore
-from ddp_hydra.job.remote.uploader import AlreadyEnded, is_lost, resume_run
+from ddp_hydra.job.remote.uploader import AlreadyEnded, acquire_run, is_lost, resume_run
 from ddp_hydra.job.run import Job, RemoteContext
 from ddp_hydra.job.run_dir import add_saved
 from ddp_hydra.rank import outbox
 from ddp_hydra.record import Checkpoint, File, Metrics, Record, Start
-from ddp_hydra.run_state import AttemptEntry, Best, FailureEntry, Objective, Summary
+from ddp_hydra.run_state import AttemptEntry, Best, FailureEntry, Objective, Summary, encode
 from ddp_hydra.storage import LocalFolder, urls
 from ddp_hydra.storage.files import scratch_folder
 from ddp_hydra.storage.manifest import CheckpointEntry, CheckpointPart, encode_manifest, name_in_store, read_manifest
@@ -237,6 +237,24 @@ def test_a_driver_that_is_lost_before_it_trains_hides_no_steps(runner, spec, tmp
         assert [one.steps_done for one in found.attempts] == [9]
         assert found.metrics == {"train/loss": 1.0}
         assert status.content().steps_lost == 3
+
+
+def test_a_driver_that_is_lost_before_it_trains_keeps_what_the_run_before_it_says(runner, spec, tmp_path):
+    store = urls.open_folder(spec.url)
+    before = DriverStatus("tcp://scheduler:8786", "abc")
+    before.now.state = "interrupted"
+    store.put("status.json", encode_status(before.content()))
+    failed = AttemptEntry(attempt=0, steps_done=12, failure=FailureEntry(message="a rank was killed"))
+    said = {"steps": 10, "restarts": 1, "steps_lost": 4, "attempts": [failed]}
+    store.put("summary.json", encode(Summary(status="interrupted", **said)))
+    first = DriverStatus("tcp://scheduler:8786", "abc")
+    acquire_run(FencedStore(store), first, {}, goes_on=True, own_dir=tmp_path)
+    assert store.size_or_none("summary.json") is None
+    for name in ("second", "third"):  # the one before each is lost while it waits for workers
+        (tmp_path / name).mkdir()
+        resume_run(FencedStore(store), DriverStatus("tcp://scheduler:8786", "abc"), tmp_path / name)
+        found = read_summary(tmp_path / name)
+        assert (found.restarts, found.steps, found.steps_lost, found.last_step) == (1, 10, 4, 10)
 
 
 def test_a_driver_goes_on_with_ranks_and_checkpoints_of_the_one_before(runner, spec):
