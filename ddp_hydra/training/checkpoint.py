@@ -6,7 +6,7 @@ import shutil
 import socket
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,8 @@ from ddp_hydra.training.sharded_checkpoint import PARTS_IN, ReportingFile
 from ddp_hydra.training.state import FORMAT, TrainingState
 
 _OF_COMPILE, _OF_DDP, _OF_AVERAGE = "_orig_mod.", "module.", "n_averaged"
+_AVERAGED = "ema_model."
+"""What ema-pytorch puts in front of the average's names. The weights are beside them, as online_model."""
 # Not ema_state_dict: in files of mmengine, it holds the weights, and state_dict their average.
 _AVERAGES = "ema", "ema_model", "model_ema", "state_dict_ema"
 _STATES = *_AVERAGES, "model", "model_state_dict", "state_dict"
@@ -85,10 +87,9 @@ def first_sentence(error: Exception) -> str:
 def load_fitting(path: Path, model: nn.Module, world: World) -> list[str]:
     # A collective. Only the host of rank 0 has the file.
     own = dict(plain_state.tensors(model.state_dict()))
-    known = own.keys() | {IN_ADAPTED.sub(".", name) for name in own}
-    found: dict[str, torch.Tensor] = world.send(lambda: weights_in(path))
-    names = own_names(found.keys(), known)
-    given = {names[name]: value for name, value in found.items()}
+    shapes = {name: one.shape for name, one in own.items()}
+    shapes |= {IN_ADAPTED.sub(".", name): shape for name, shape in shapes.items()}
+    given: dict[str, torch.Tensor] = world.send(lambda: weights_in(path, shapes))
     changed: frozenset[str] = getattr(model, "changed_names", frozenset()) - given.keys()
     if begun := sorted(name for name in changed if IN_ADAPTED.sub(".", name) in given):
         raise ConfigError(
@@ -108,27 +109,40 @@ def load_fitting(path: Path, model: nn.Module, world: World) -> list[str]:
     return [name for name in own if name not in fitting]
 
 
-def weights_in(path: Path) -> dict[str, torch.Tensor]:
+def weights_in(path: Path, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
+    # By the model's names. `shapes`: of its tensors.
     try:
         content: Any = read(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises about anything here
         raise CheckpointError(f"{path} can't be read as weights ({first_sentence(error)})") from None
-    # An average may have its decay and its number of updates as tensors, and its weights as a list.
-    found = max(states_in(content), key=lambda state: any(one.ndim for one in state.values()), default={})
+    found = []
+    for state in states_in(content):
+        names = own_names(state, shapes)
+        found.append({names[name]: value for name, value in state.items()})
     if not found:
         raise CheckpointError(f"{path} holds no weights: give a state_dict of names and tensors")
-    return found
+    # An average may have its decay as a tensor, and its weights as a list. It may lack buffers and frozen parameters:
+    # these come from the weights.
+    n_fitting = [sum(shapes.get(name) == one.shape for name, one in state.items()) for state in found]
+    least = [min(len(state), max(n_fitting)) / 2 for state in found]
+    fitting = [state for state, n, needed in zip(found, n_fitting, least, strict=True) if n and n >= needed]
+    fitting = fitting or [max(found, key=lambda state: sum(one.numel() for one in state.values()))]
+    return {name: value for state in reversed(fitting) for name, value in state.items()}
 
 
-def states_in(content: Any) -> Iterator[dict[str, torch.Tensor]]:
-    # Averages come first.
+def states_in(content: Any, in_average: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    # Averages come first. What holds one may have it under any key.
     if not isinstance(content, dict):
         return
     for name in _STATES:
-        yield from states_in(content.get(name))
+        yield from states_in(content.get(name), in_average or name in _AVERAGES)
     found = dict(plain_state.tensors(content))
     if found and all(isinstance(name, str) for name in found):
         yield found
+        if averaged := {name.removeprefix(_AVERAGED): one for name, one in found.items() if name.startswith(_AVERAGED)}:
+            yield averaged
+    for name in [name for name in content if name not in _STATES] if in_average else ():
+        yield from states_in(content[name], in_average)
 
 
 def own_names(names: Collection[str], known: Collection[str]) -> dict[str, str]:

@@ -93,7 +93,8 @@ def evaluate(world: World, job: Mapping[str, Any], files: Mapping[str, str]) -> 
         evaluation = builders.evaluation(cfg, run.data, run.task, trained.device, trained.parallel)
         stop = StopSignal(None)
         heartbeat.at("validate", 0)
-        metrics = evaluation.run(trained.model, stop=stop.reason)
+        with trained.parallel.many_passes():
+            metrics = evaluation.run(trained.model, stop=stop.reason)
         stopped = StepConsensus(world).decide(stop=stop.reason()).stop
         return {
             "metrics": metrics,
@@ -124,7 +125,8 @@ def predict(world: World, job: Mapping[str, Any], files: Mapping[str, str]) -> d
         trained = run.trained
         loader = build_data.loader(trained.cfg, run.data, trained.device, trained.parallel.channels_last, world)
         send: Any = send_stream if isinstance(loader, streams.StreamLoader) else send_samples
-        samples, interrupted = send(run, loader)
+        with trained.parallel.many_passes():
+            samples, interrupted = send(run, loader)
         return {"samples": samples, "step": trained.step, "interrupted": interrupted}
 
 

@@ -235,7 +235,7 @@ def validate_and_decide(run: TrainingRun, due: Actions, means: Mapping[str, floa
 def validate(run: TrainingRun, means: Mapping[str, float]) -> bool:
     assert run.validation is not None
     heartbeat.at("validate", run.position.step)
-    with run.monitor.throughput.paused():
+    with run.monitor.throughput.paused(), run.parallel.many_passes():
         metrics = run.validation.run(run.ema.model if run.ema else run.model, stop=run.stop_signal.interrupted)
     run.stop = run.consensus.decide(stop=run.stop_signal.interrupted()).stop
     if run.stop:

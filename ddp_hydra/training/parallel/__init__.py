@@ -155,6 +155,10 @@ class Parallel:
     def wrap(self, step: TrainStep) -> PartStep:
         return PartStep(step, world=self.world)
 
+    def many_passes(self) -> AbstractContextManager[None]:
+        # For forward passes without gradients that follow one another: nothing reads the parameters in between.
+        return nullcontext()
+
     def broadcast_rest(self, task: Task) -> None:
         # A collective. Wrappers send what a step trains; other parts of the model, and the task's own models, begin
         # alike.

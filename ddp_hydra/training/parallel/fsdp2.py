@@ -98,6 +98,8 @@ class FSDP2(Parallel):
         self.reshard_after_forward, self.cpu_offload = reshard_after_forward, cpu_offload
         self.mesh: DeviceMesh | None = None
         self.cpu_mesh: DeviceMesh | None = None
+        self.sharded: list[Any] = []  # modules of the model and its average
+        self.keeps_whole = False
 
     def build(
         self,
@@ -218,8 +220,22 @@ class FSDP2(Parallel):
         fully_shard(model, mp_policy=policy, **given)
         weights.give_parameters_memory(model, torch.device("cpu") if self.cpu_offload else self.device)
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else reshard_all(sharded))
+        self.sharded += sharded
+        keeps = lambda: self.keeps_whole or torch.is_grad_enabled()  # noqa: E731
+        model.register_forward_hook(lambda *_: None if keeps() else reshard_all(sharded))
         return model
+
+    @contextmanager
+    def many_passes(self, with_backward: bool = False) -> Iterator[None]:
+        # What a pass keeps whole need not be gathered again for the next one. `with_backward`: a backward pass follows,
+        # which reshards all.
+        self.keeps_whole = True
+        try:
+            yield
+        finally:
+            self.keeps_whole = False
+        if not with_backward:
+            reshard_all(self.sharded)
 
     def _shard_by_fn(self, model: nn.Module) -> set[nn.Parameter]:
         # Return the parameters that it has made DTensors of, over the same ranks.
@@ -251,7 +267,7 @@ class FSDP2(Parallel):
         return super().build_part(trainer, task, update)
 
     def wrap(self, step: TrainStep) -> PartStep:
-        return ShardedStep(step, self.mesh, self.world) if self.mesh else PartStep(step, uses_all=True)
+        return ShardedStep(step, self, self.mesh) if self.mesh else PartStep(step, uses_all=True)
 
     def compile(self, step: TrainStep, update: str, mode: str) -> None:
         if not self.is_sharded:
@@ -449,10 +465,10 @@ class ShardedStep(PartStep):
 
     part: Any
 
-    def __init__(self, step: TrainStep, mesh: DeviceMesh, world: World) -> None:
-        super().__init__(step, uses_all=True, world=world)
-        self.group = mesh.get_group("shard")
-        self.buffers = SentBuffers(world, step)
+    def __init__(self, step: TrainStep, parallel: FSDP2, mesh: DeviceMesh) -> None:
+        super().__init__(step, uses_all=True, world=parallel.world)
+        self.parallel, self.group = parallel, mesh.get_group("shard")
+        self.buffers = SentBuffers(self.world, step)
         self.part.register_forward_pre_hook(self._note_call)
         step.constant = self._empty_loss
 
@@ -462,7 +478,8 @@ class ShardedStep(PartStep):
     def compute(self, batch: Any) -> Any:
         self.was_called = False
         try:
-            result = self.wrapped(batch)
+            with self.parallel.many_passes(with_backward=True):  # a step may generate first, or have a teacher
+                result = self.wrapped(batch)
         except RuntimeError as error:
             if self.was_called or MIXED not in str(error):
                 raise

@@ -660,7 +660,12 @@ def filled(value: float) -> dict[str, Any]:
     return {"weight": torch.full((3, 2), value), "bias": torch.full((3,), value)}
 
 
+def prefixed(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}{name}": value for name, value in state.items()}
+
+
 RAW, AVERAGE, LIST = filled(1.0), filled(2.0), [*filled(2.0).values()]
+ONLINE = prefixed("online_model.", RAW) | prefixed("ema_model.", AVERAGE)
 
 
 @pytest.mark.parametrize(
@@ -675,6 +680,15 @@ RAW, AVERAGE, LIST = filled(1.0), filled(2.0), [*filled(2.0).values()]
         ({"model": RAW, "ema": None}, 1),
         ({"model": RAW, "ema": {"decay": 0.9, "num_updates": 3, "shadow_params": LIST}}, 1),  # torch_ema
         ({"model": RAW, "ema": {"decay": torch.tensor(0.9), "shadow": LIST}}, 1),
+        ({"model": RAW, "ema": {"decay": torch.tensor([0.9]), "shadow": LIST}}, 1),
+        ({"model": RAW, "ema": {"decay": torch.tensor([0.9]), "shadow": AVERAGE, "backup": {}}}, 2),
+        ({"model": RAW, "ema": {"module": prefixed("module.", AVERAGE), "updates": 3}}, 2),  # RT-DETR
+        ({"state_dict": RAW, "ema": {"params": AVERAGE}}, 2),
+        ({"model": RAW, "ema": {"state": {"shadow": AVERAGE}, "names": {0: RAW}}}, 2),
+        ({"model": RAW, "ema": {"step": torch.tensor(3), **ONLINE}}, 2),  # ema-pytorch
+        ({"initted": torch.tensor(True), "step": torch.tensor(3), **ONLINE}, 2),
+        ({"model": RAW, "ema": {"head": torch.ones(4), "weight": torch.ones(4), "bias": torch.ones(4)}}, 1),
+        ({"student": RAW, "model": AVERAGE, "teacher": RAW}, 2),
         ({"model_state_dict": RAW, "optimizer_state_dict": {"state": {0: RAW}}, "loss": torch.tensor(0.5)}, 1),
         ({"model": {"state_dict": RAW}}, 1),
     ],
@@ -684,6 +698,33 @@ def test_of_the_weights_in_a_file_an_average_with_names_goes_first(content, want
     model = nn.Linear(2, 3)
     assert load_fitting(tmp_path / "weights.pt", model, ALONE) == []
     assert flat(model.state_dict()) == flat(filled(wanted))
+
+
+def test_what_an_average_lacks_comes_from_the_weights(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    raw = {name: torch.full_like(value, 1) for name, value in model.state_dict().items()}
+    shadow = {name: torch.full_like(value, 2.0) for name, value in model.named_parameters() if name != "0.bias"}
+    torch.save({"model": prefixed("module.", raw), "ema": {"shadow": shadow}}, tmp_path / "weights.pt")
+    assert load_fitting(tmp_path / "weights.pt", model, ALONE) == []
+    assert flat(model.state_dict()) == flat(raw | shadow)
+
+
+def test_a_model_that_holds_its_own_average_keeps_both(tmp_path):
+    def build() -> nn.Module:
+        return nn.ModuleDict({"a": nn.Linear(2, 3), "ema_model": nn.ModuleDict({"a": nn.Linear(2, 3)})})
+
+    saved, model = build(), build()
+    torch.save(saved.state_dict(), tmp_path / "weights.pt")
+    assert load_fitting(tmp_path / "weights.pt", model, ALONE) == []
+    assert flat(model.state_dict()) == flat(saved.state_dict())
+
+
+def test_of_a_file_for_another_model_the_weights_are_named(tmp_path):
+    content = {"model": {"layer.weight": torch.ones(5, 5)}, "ema": {"decay": torch.tensor([0.9]), "shadow": LIST}}
+    torch.save(content, tmp_path / "weights.pt")
+    said = r"has weights for 0 of the 2 tensors of this model.* Its names begin with layer.weight, the model's"
+    with pytest.raises(CheckpointError, match=said):
+        load_fitting(tmp_path / "weights.pt", nn.Linear(2, 3), ALONE)
 
 
 def test_a_file_without_names_of_tensors_holds_no_weights(tmp_path):

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import World
+from ddp_hydra.tasks import Task
 from ddp_hydra.training.parallel.fsdp2 import FSDP2, whole_slots
 from ddp_hydra.training.parallel.units import units_of
 
@@ -60,6 +62,17 @@ class Whole(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Predict the next token."""
         return self.head(self.model(tokens))
+
+
+class Generates(Task):
+    """Predicts three times without gradients, and then with them."""
+
+    def step(self, model: Any, batch: Any) -> torch.Tensor:
+        """Return a loss."""
+        with torch.no_grad():
+            for _ in range(3):
+                model(batch)
+        return model(batch).square().mean()
 
 
 def sharded(make: Callable[[], nn.Module], precision: str = "fp32", **options: Any) -> FSDP2:
@@ -190,25 +203,85 @@ def test_named_classes_have_to_be_there():
         units_of(Decoder(), ["Stage"], None)
 
 
+TOKENS = torch.zeros(2, 3, dtype=torch.long)
+
+
+def whole(model: nn.Module) -> set[str]:
+    return {name for name, one in model.named_parameters() if not isinstance(one, DTensor)}
+
+
 @pytest.mark.parametrize("reshards", [True, False])
 def test_parameters_are_shares_after_a_validation(group, reshards):
     """Also the ones that stay whole for a backward pass; the average takes them at the next step."""
     parallel = sharded(Decoder, min_params=300, reshard_after_forward=reshards)
     average = parallel.build_average(0.9)
-    tokens = torch.zeros(2, 3, dtype=torch.long)
-
-    def whole(model: nn.Module) -> set[str]:
-        return {name for name, one in model.named_parameters() if not isinstance(one, DTensor)}
-
     for model in (parallel.model, average.model):
         with torch.no_grad():
-            model(tokens)
+            model(TOKENS)
         assert whole(model) == set()
     average.update(parallel.model)
-    loss = parallel.model(tokens).square().mean()
+    loss = parallel.model(TOKENS).square().mean()
     kept = {"norm.weight", "norm.bias", "head.weight"}
     assert kept <= whole(parallel.model)  # a training does not gather them twice
     loss.backward()
+    assert whole(parallel.model) == set()
+
+
+@pytest.fixture
+def gathers(group, monkeypatch) -> list[str]:
+    """A list that has an entry for each unit that is gathered."""
+    found = []
+
+    def gathered(self: FSDPParamGroup) -> None:
+        found.extend([] if self.is_unsharded else [repr(self)])
+        to_unsharded(self)
+
+    to_unsharded = FSDPParamGroup._to_unsharded
+    monkeypatch.setattr(FSDPParamGroup, "_to_unsharded", gathered)
+    return found
+
+
+PER_PASS = [(True, 1, 4), (False, 5, 0)]
+"""Whether a table and three blocks are resharded, and how many of the five units are gathered once, and for each pass.
+
+The norm and the head stay whole.
+"""
+
+
+@pytest.mark.parametrize(("reshards", "once", "again"), PER_PASS)
+def test_what_stays_whole_is_gathered_once_for_a_validation(gathers, reshards, once, again):
+    parallel = sharded(Decoder, min_params=300, reshard_after_forward=reshards)
+    average = parallel.build_average(0.9)
+    for model in (average.model, parallel.model):
+        gathers.clear()
+        with parallel.many_passes(), torch.no_grad():
+            for _ in range(3):
+                model(TOKENS)
+        assert len(gathers) == once + 3 * again
+        assert whole(model) == set()
+    average.update(parallel.model)
+
+
+@pytest.mark.parametrize(("reshards", "once", "again"), PER_PASS)
+def test_what_stays_whole_is_gathered_once_for_a_step_that_generates(gathers, reshards, once, again):
+    parallel = sharded(Decoder, min_params=300, reshard_after_forward=reshards)
+    step = parallel.build_part(OmegaConf.create({"compile": None}), Generates(), "")
+    loss = step(TOKENS).loss
+    assert len(gathers) == once + 4 * again
+    loss.backward()
+    assert len(gathers) == once + 5 * again
+    assert whole(parallel.model) == set()
+    with torch.no_grad():  # as a callback may
+        parallel.model(TOKENS)
+    assert whole(parallel.model) == set()
+
+
+def test_a_validation_that_fails_is_over(group):
+    parallel = sharded(Decoder, min_params=300, reshard_after_forward=False)
+    with pytest.raises(IndexError), parallel.many_passes(), torch.no_grad():
+        parallel.model(TOKENS + 100)
+    with torch.no_grad():
+        parallel.model(TOKENS)
     assert whole(parallel.model) == set()
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from ddp_hydra.training.checkpoint import read
+from ddp_hydra.training.parallel import Parallel
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, FALLING, RISING, STEPS, Run, flat
 
 
@@ -32,6 +36,22 @@ def test_they_change_nothing_of_the_training(train):
     ends = [flat(read(train(parts=FALLING, **more).last)) for more in ({}, {"validate_every_steps": 1})]
     assert ends[0]["model"] == ends[1]["model"]
     assert ends[0]["optimizer"] == ends[1]["optimizer"]
+
+
+def test_the_model_is_told_that_forward_passes_follow_one_another(train, monkeypatch):
+    """A sharded one keeps what it has gathered until they are over."""
+    begun, ended = [], []
+
+    @contextmanager
+    def many_passes(self: Parallel) -> Iterator[None]:
+        begun.append(self)
+        yield
+        ended.append(self)
+
+    monkeypatch.setattr(Parallel, "many_passes", many_passes)
+    assert len(validated(train(validate_every_steps=3))) == len(begun) == len(ended) == 4
+    assert validated(train(stop_at=("validate", 4))) == []
+    assert len(begun) == len(ended) == 5
 
 
 @pytest.mark.medium
