@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import json
 import os
 import threading
@@ -13,7 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import env_override
 from msgspec import to_builtins
 from omegaconf import OmegaConf, open_dict, read_write
@@ -81,13 +79,15 @@ class ComposedConfig:
         options = [] if config_name is None else [f"--config-name={config_name}"]
         cfg = compose(read_words([*options, *words]))
         self.overrides = typed_words(cfg.hydra)
-        self.run_dir = Path(cfg.hydra.run.dir)
-        self.rank_settings = settings_of_hydra(cfg.hydra)
-        self._whole = copy.deepcopy(cfg) if cfg.hydra.job.get("env_set") else None
+        self._whole = whole = references.with_own_hydra(cfg)
+        self.run_dir = Path(whole.hydra.run.dir)
+        with read_write(whole.hydra), open_dict(whole.hydra):
+            whole.hydra.runtime.output_dir = str(self.run_dir.absolute())
+        self.rank_settings = settings_of_hydra(whole.hydra)
         self._hydra = OmegaConf.masked_copy(cfg, "hydra")
         with open_dict(cfg):
             del cfg["hydra"]
-        self.cfg = cfg
+        self.cfg = self._written = cfg
 
     def typed_variables(self) -> Container[str]:
         """Return the names of the variables that words set, those of a resumed run included, and no file."""
@@ -99,23 +99,22 @@ class ComposedConfig:
         Raises:
             ConfigError: one has no value.
         """
-        if (cfg := self._whole) is None:
-            return {}
-        hydra_config = HydraConfig.instance()
-        before = hydra_config.cfg
         try:
-            with read_write(cfg.hydra), open_dict(cfg.hydra):
-                cfg.hydra.runtime.output_dir = str(self.run_dir.absolute())
-            hydra_config.set_config(cfg)  # the resolver hydra reads it
-            return {str(name): str(cfg.hydra.job.env_set[name]) for name in cfg.hydra.job.env_set}
+            return {str(name): str(value) for name, value in (self._whole.hydra.job.get("env_set") or {}).items()}
         except OmegaConfBaseException as error:
             raise ConfigError(explain(error) or f"hydra.job.env_set: {str(error).splitlines()[0]}") from error
-        finally:
-            hydra_config.cfg = before
+
+    def fill_in(self) -> None:
+        """Write the values of `${hydra:…}` into `cfg`, where it is not saved: only this job knows them."""
+        self.cfg = references.with_values_of_hydra(self._written, self._whole)
 
     def save(self) -> None:
         """Write `.hydra/` of the run directory, without secrets, as Hydra does for the command."""
-        files = {"config.yaml": self.cfg, "hydra.yaml": self._hydra, "overrides.yaml": OmegaConf.create(self.overrides)}
+        files = {
+            "config.yaml": self._written,
+            "hydra.yaml": self._hydra,
+            "overrides.yaml": OmegaConf.create(self.overrides),
+        }
         contents = {name: references.saved_text(config).encode() for name, config in files.items()}
         if has_record(self.run_dir):
             hold(self.run_dir, {f"{HYDRA}/{name}": content for name, content in contents.items()})
@@ -142,7 +141,9 @@ class Connection:
         if _open:
             raise ConfigError("there is a cluster already: close it with .close() before another one is started")
         self._stack = ExitStack()
-        cfg = ComposedConfig(overrides).cfg.cluster
+        job = ComposedConfig(overrides)
+        job.fill_in()
+        cfg = job.cfg.cluster
         if cluster.is_inline(cfg):
             raise ConfigError("cluster=inline is not a cluster: leave connect out")
         try:
@@ -495,6 +496,8 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str | 
                 f"would change the environment of this program, which goes on: set os.environ[{name!r}] to its value "
                 f"before, {'' if is_typed else f'give ~{ENV_SET}.{name}, '}or leave out wait=False"
             )
+        with env_override(variables if wait else {}):
+            job.fill_in()
         if not job.cfg.dry_run:
             with locked(job.run_dir):
                 refuse_other_run(job.run_dir, job.cfg.resume)

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from hydra.core.hydra_config import HydraConfig
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationKeyError
 
 import ddp_hydra
 from ddp_hydra.api import ComposedConfig, Run
@@ -56,6 +58,39 @@ def test_hydras_files_are_written_without_secrets(project):
     assert "hunter2" not in "".join(texts.values())
     assert "+cluster.password=***" in texts["overrides.yaml"]
     assert "lr: 0.01" in texts["config.yaml"]
+
+
+def test_a_job_has_the_values_of_hydras_part_of_its_own_config(project, monkeypatch):
+    """As the command has them: runs side by side have other ones, and what is saved keeps the interpolations."""
+    found = {}
+
+    def kept(cfg, run_dir, *_, **__):
+        found[run_dir.name] = [*cfg.tags, cfg.results.mirror, cfg.places]
+
+    monkeypatch.setattr("ddp_hydra.api.run_job", kept)
+    monkeypatch.setenv("TOKEN", "hunter2")
+    words = [
+        'tags=["${hydra:runtime.choices.${group}}"]',
+        'results.mirror="${hydra:runtime.output_dir}-copy"',
+        "+group=model",
+        "+places.both='${oc.env:TOKEN}@${hydra:runtime.cwd}'",
+        "+places.none=${hydra:job.num}",
+        "+places.wrong='${no.such}/${hydra:job.name}'",
+        "+hydra.job.env_set.PLACE=${hydra:runtime.output_dir}",
+    ]
+    runs = [ddp_hydra.run([f"hydra.run.dir=${{hydra:runtime.cwd}}/of/{name}", *words], wait=False) for name in "ab"]
+    for run in runs:
+        run.wait()
+        model, mirror, places = found[run.dir.name]
+        assert (model, mirror) == ("mlp", f"{run.dir}-copy")
+        assert run.dir == project / "of" / run.dir.name
+        assert (places.both, places.none) == (f"hunter2@{project}", None)
+        assert "hunter2" not in str(OmegaConf.to_container(places))
+        with pytest.raises(InterpolationKeyError, match=r"no\.such"):
+            _ = places.wrong
+        assert "${hydra:runtime.output_dir}-copy" in (run.dir / ".hydra" / "config.yaml").read_text()
+    assert runs[0]._job.variables() == {"PLACE": str(project / "of" / "a")}
+    assert not HydraConfig.initialized()
 
 
 @pytest.mark.parametrize(
