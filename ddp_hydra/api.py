@@ -7,7 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, chdir, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from ddp_hydra.cli.compose import compose, environment_of, read_words
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.cluster.connection import Scheduler, workers_of
 from ddp_hydra.config import references
-from ddp_hydra.config.hydra_compat import ENV_SET, reads_variable, typed_words, variables_of
+from ddp_hydra.config.hydra_compat import ENV_SET, hydra_config_of, reads_variable, typed_words, variables_of
 from ddp_hydra.config.schema import Handler
 from ddp_hydra.config.unknown_keys import explain
 from ddp_hydra.console import text
@@ -107,6 +107,21 @@ class ComposedConfig:
     def fill_in(self) -> None:
         """Write the values of `${hydra:…}` into `cfg`, where it is not saved: only this job knows them."""
         self.cfg = references.with_values_of_hydra(self._written, self._whole)
+
+    @contextmanager
+    def in_its_folder(self) -> Iterator[Path]:
+        """Give a job of this process its run directory as the current folder, if `hydra.job.chdir` says so.
+
+        Yields:
+            The whole path of the run directory.
+        """
+        run_dir = self.run_dir.absolute()
+        if self.cfg.dry_run or not (self._whole.hydra.job.chdir and cluster.is_inline(self.cfg.cluster)):
+            yield run_dir
+            return
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with hydra_config_of(self._whole), chdir(run_dir):
+            yield run_dir
 
     def save(self) -> None:
         """Write `.hydra/` of the run directory, without secrets, as Hydra does for the command."""
@@ -396,8 +411,8 @@ class StartedRun(Run):
     def perform(self) -> None:
         """Run the job in this thread."""
         job = self._job
-        with interrupted(f"interrupted: {self.dir} has no checkpoint yet"):
-            run_job(job.cfg, self.dir, job.overrides, stop=self._stop, rank_settings=job.rank_settings)
+        with interrupted(f"interrupted: {self.dir} has no checkpoint yet"), job.in_its_folder() as run_dir:
+            run_job(job.cfg, run_dir, job.overrides, stop=self._stop, rank_settings=job.rank_settings)
 
     def _work(self) -> None:
         try:

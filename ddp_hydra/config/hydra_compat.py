@@ -7,14 +7,15 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 from hydra import utils
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -64,6 +65,16 @@ def name_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:
         config.hydra.job.override_dirname = get_overrides_dirname(
             list(overrides), naming.exclude_keys, naming.item_sep, naming.kv_sep
         )
+
+
+@contextmanager
+def hydra_config_of(config: DictConfig) -> Iterator[None]:
+    before = HydraConfig.instance().cfg
+    HydraConfig.instance().cfg = cast(Any, config)  # `set_config` would copy Hydra's part
+    try:
+        yield
+    finally:
+        HydraConfig.instance().cfg = before
 
 
 def typed_words(hydra_cfg: Any) -> list[str]:

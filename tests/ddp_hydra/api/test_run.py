@@ -4,6 +4,7 @@ import json
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -19,6 +20,7 @@ from ddp_hydra.cli import commands
 from ddp_hydra.cli.compose import compose
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.errors import ClusterError, ConfigError, Interrupted
+from ddp_hydra.job.job_config import find_paths
 from ddp_hydra.run_state import Objective, Summary
 from ddp_hydra.writers.run_dir import locked
 
@@ -90,6 +92,31 @@ def test_a_job_has_the_values_of_hydras_part_of_its_own_config(project, monkeypa
             _ = places.wrong
         assert "${hydra:runtime.output_dir}-copy" in (run.dir / ".hydra" / "config.yaml").read_text()
     assert runs[0]._job.variables() == {"PLACE": str(project / "of" / "a")}
+    assert not HydraConfig.initialized()
+
+
+def test_ranks_and_a_job_of_this_process_work_in_the_run_directory_where_hydra_says_so(project, monkeypatch):
+    found = []
+
+    def kept(cfg, run_dir, *_, rank_settings, **__):
+        find_paths(cfg)
+        found.append((run_dir, Path.cwd(), rank_settings.get("cwd"), cfg.resume, cfg.data.root))
+
+    monkeypatch.setattr("ddp_hydra.api.run_job", kept)
+    (project / "a" / "checkpoints").mkdir(parents=True)
+    (project / "a" / "checkpoints" / "manifest.json").write_text('{"format": 2, "checkpoints": {}}')
+    (project / "photos").mkdir()
+    words = ["hydra.job.chdir=true", "+data.root=photos", "resume=a"]
+    own, photos = project / "b", str(project / "photos")
+    ddp_hydra.run([*words, "hydra.run.dir=b"])
+    ddp_hydra.run([*words, "hydra.run.dir=b", "cluster=inline"])
+    ddp_hydra.run([*words[1:], "hydra.run.dir=c"])
+    assert found == [
+        (own, project, str(own), "a", photos),
+        (own, own, str(own), str(project / "a"), photos),
+        (project / "c", project, None, "a", photos),
+    ]
+    assert Path.cwd() == project
     assert not HydraConfig.initialized()
 
 
