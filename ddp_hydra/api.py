@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.utils import env_override
+from hydra.types import RunMode
 from msgspec import to_builtins
 from omegaconf import OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.cli import inference
-from ddp_hydra.cli.compose import compose, environment_of, read_words
+from ddp_hydra.cli.compose import ONE_RUN, SWEEP, compose, environment_of, read_words
+from ddp_hydra.cli.words import key_of
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.cluster.connection import Scheduler, workers_of
 from ddp_hydra.config import references
@@ -67,7 +69,8 @@ class ComposedConfig:
         rank_settings: what Hydra's part of the config says of its ranks.
 
     Raises:
-        ConfigError: an argument is not an override, there is no such config, or a value has the wrong type.
+        ConfigError: an argument is not an override, there is no such config, a value has the wrong type,
+            or the config makes a sweep.
     """
 
     @held_back()
@@ -77,7 +80,15 @@ class ComposedConfig:
         if options := [word for word in words if word.startswith("-")]:
             raise ConfigError(f"{options[0]} is an option of the command; from Python only overrides are taken")
         options = [] if config_name is None else [f"--config-name={config_name}"]
-        cfg = compose(read_words([*options, *words]))
+        read = read_words([*options, *words])
+        cfg = None if SWEEP in read else compose(read)
+        if cfg is None or cfg.hydra.mode is RunMode.MULTIRUN:
+            typed = (word for word in words if key_of(word) in ("hparams_search", "hydra.mode"))
+            what = next(typed, "hydra.mode=MULTIRUN of the config")
+            raise ConfigError(
+                f"{what} makes a sweep, and from Python one job is run: a sweep is typed, as ddp-hydra -m; "
+                f"for one job leave it out, or add {ONE_RUN}"
+            )
         self.overrides = typed_words(cfg.hydra)
         self._whole = whole = references.with_own_hydra(cfg)
         self.run_dir = Path(whole.hydra.run.dir)

@@ -61,6 +61,7 @@ MODES = {
 }  # fmt: skip
 """Of these words of a command, Hydra takes one."""
 ONE_RUN = "hydra.mode=RUN"
+SWEEP = "--multirun"
 GPUS = "CUDA_VISIBLE_DEVICES"
 OWN_CONFIGS = "a command that is given a run has the run's own configs"
 
@@ -265,7 +266,7 @@ def with_search(arguments: list[str]) -> list[str]:
     """Add `-m` to `hparams_search=<name>`: in Hydra 1.4 a config of a group cannot switch to multirun."""
     modes = MODES & {key_of(word) for word in arguments}
     names = [word.partition("=")[2] for word in arguments if key_of(word) == "hparams_search"]
-    return arguments if modes or set(names) <= {"", "null"} else [*arguments, "--multirun"]
+    return arguments if modes or set(names) <= {"", "null"} else [*arguments, SWEEP]
 
 
 def with_resumed_overrides(arguments: list[str]) -> list[str]:
@@ -561,7 +562,7 @@ def typed_elsewhere(error: Exception, words: Sequence[str]) -> str:
 
 def with_resumed_sweep(arguments: list[str]) -> list[str]:
     """Add to `-m hydra.sweep.dir=<sweep>` the overrides that are saved there, so that it resumes the sweep."""
-    if not {"-m", "--multirun"} & set(arguments):
+    if not {"-m", SWEEP} & set(arguments):
         return arguments
     keys = ("hydra.launcher.resume", "hydra.sweep.dir")
     folders = [value_of(word) for word in arguments if key_of(word) in keys and "=" in word]
@@ -590,7 +591,7 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
 
 
 def with_run_dir_before(arguments: list[str]) -> list[str]:
-    run_dir = None if {"-m", "--multirun"} & set(arguments) else torchrun.remembered()
+    run_dir = None if {"-m", SWEEP} & set(arguments) else torchrun.remembered()
     if run_dir is None:
         return arguments
     quoted = text.quoted(str(run_dir))

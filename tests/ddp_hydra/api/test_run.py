@@ -141,6 +141,24 @@ def test_wrong_words_are_refused(words, said, project):
     assert not (project / "outputs").exists()
 
 
+def test_a_sweep_is_refused_wherever_it_comes_from(project, monkeypatch):
+    sweep = "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {optimizer.lr: '0.1,0.2'}}}\n"
+    for group in ("experiment", "hparams_search"):
+        (project / "conf" / group).mkdir(parents=True, exist_ok=True)
+        (project / "conf" / group / "wide.yaml").write_text(sweep)
+    for words, what in [
+        (["hparams_search=wide"], "hparams_search=wide"),
+        (["+hparams_search=wide"], r"\+hparams_search=wide"),
+        (["experiment=wide"], "hydra.mode=MULTIRUN of the config"),
+        (["hydra.mode=MULTIRUN", "seed=1"], "hydra.mode=MULTIRUN"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"^{what} makes a sweep, .*: a sweep is typed, as ddp-hydra -m; "):
+            ddp_hydra.run(words)
+    assert not (project / "outputs").exists()
+    monkeypatch.setattr("ddp_hydra.api.run_job", lambda *_, **__: None)
+    ddp_hydra.run(["experiment=wide", "hydra.mode=RUN"])
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
