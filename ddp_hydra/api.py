@@ -240,7 +240,7 @@ class Run:
             raise ConfigError(
                 f"{bare_url(str(folder))} is a URL, and Run reads a folder of this machine: copy the run to one"
             )
-        self.dir = Path(folder)
+        self.dir = text.expanded(folder)
         if not self.dir.is_dir():
             raise ConfigError(f"{self.dir} is not a run directory: give one that a run has made, outputs/<date>/<time>")
 

@@ -102,7 +102,7 @@ def find_weights(cfg: DictConfig, run_dir: Path) -> Path | None:
     """Return the file that `model.weights` names, of a run its best checkpoint; None for pretrained weights' names."""
     if (given := weights_path(cfg)) is None:
         return None
-    ref = RunRef.named(os.path.expanduser(given))  # noqa: PTH111, a path would make one slash of the two of a URL
+    ref = RunRef.named(given)
     if not ref.is_stored and not Path(ref.place).exists():
         raise CheckpointError(f"model.weights={given}: there is no such file, nor a run directory")
     return ref.checkpoint("best", run_dir / DOWNLOADS, cfg.results.retry_s)

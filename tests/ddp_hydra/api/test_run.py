@@ -337,6 +337,8 @@ def test_a_run_is_looked_at_by_its_directory(tmp_path, monkeypatch):
         Run("s3://a/b")
     with pytest.raises(ConfigError, match=r"^https://host/b is a URL"):
         Run("https://user:pw@host/b?sig=1")
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert Run(f"~/{tmp_path.name}").dir == tmp_path
     assert Run(tmp_path).metrics().empty
     assert Run(tmp_path).objective is None
     lines = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 1.0, "val/loss": 1.5}]
