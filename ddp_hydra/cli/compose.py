@@ -41,6 +41,7 @@ from ddp_hydra.config.hydra_compat import (
     ENV_SET,
     IS_1_3,
     VERSION_BASE,
+    outside_of_app,
     parse_override,
     sets_variables,
     typed_sources,
@@ -114,21 +115,20 @@ def compose(words: Sequence[str]) -> DictConfig:
     overrides = [word for word in words if word not in options]
     project.make_importable(project.layers())
     schema.register()
-    with _composing:
-        if GlobalHydra.instance().is_initialized():
-            raise ConfigError("this is called inside a Hydra app: call ddp_hydra.job.run.run_job(cfg, run_dir) there")
-        with (
-            layered(given.config_dir) as folder,
-            initialize_config_dir(str(folder), job_name="ddp_hydra", **VERSION_BASE),
-        ):
-            try:
-                cfg: DictConfig = hydra_compose(given.config_name or "config", overrides, return_hydra_config=True)
-                unknown_keys.check_typed(cfg, cfg.hydra, GlobalHydra.instance().config_loader())
-            except Exception as error:
-                if isinstance(error, DdpHydraError) or (said := unknown_keys.explain(error, can_sweep=False)) is None:
-                    raise
-                raise ConfigError(said + typed_elsewhere(error, words)) from error
-            return cfg
+    with (
+        _composing,
+        outside_of_app(),
+        layered(given.config_dir) as folder,
+        initialize_config_dir(str(folder), job_name="ddp_hydra", **VERSION_BASE),
+    ):
+        try:
+            cfg: DictConfig = hydra_compose(given.config_name or "config", overrides, return_hydra_config=True)
+            unknown_keys.check_typed(cfg, cfg.hydra, GlobalHydra.instance().config_loader())
+        except Exception as error:
+            if isinstance(error, DdpHydraError) or (said := unknown_keys.explain(error, can_sweep=False)) is None:
+                raise
+            raise ConfigError(said + typed_elsewhere(error, words)) from error
+        return cfg
 
 
 @contextmanager

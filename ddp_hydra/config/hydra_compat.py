@@ -15,10 +15,12 @@ from typing import Any, cast
 import hydra
 from hydra import utils
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
@@ -75,6 +77,24 @@ def hydra_config_of(config: DictConfig) -> Iterator[None]:
         yield
     finally:
         HydraConfig.instance().cfg = before
+
+
+@contextmanager
+def outside_of_app() -> Iterator[None]:
+    """Let Hydra compose another config inside the block while this process runs a Hydra app, which goes on after it."""
+    if (app := GlobalHydra.instance().hydra) is None:
+        yield
+        return
+    name, base = JobRuntime.instance().get("name"), hydra.version.getbase() if IS_1_3 else None
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().clear()
+        GlobalHydra.instance().initialize(app)
+        JobRuntime.instance().set("name", name)
+        if IS_1_3:
+            hydra.version.VersionBase.instance().version_base = base
 
 
 def typed_words(hydra_cfg: Any) -> list[str]:

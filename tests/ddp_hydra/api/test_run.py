@@ -7,8 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import hydra
 import msgspec
 import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
@@ -19,6 +23,7 @@ from ddp_hydra.api import ComposedConfig, Run
 from ddp_hydra.cli import commands
 from ddp_hydra.cli.compose import compose
 from ddp_hydra.cluster import connect as cluster
+from ddp_hydra.config.hydra_compat import IS_1_3, hydra_config_of
 from ddp_hydra.errors import ClusterError, ConfigError, Interrupted
 from ddp_hydra.job.job_config import find_paths
 from ddp_hydra.run_state import Objective, Summary
@@ -118,6 +123,24 @@ def test_ranks_and_a_job_of_this_process_work_in_the_run_directory_where_hydra_s
     ]
     assert Path.cwd() == project
     assert not HydraConfig.initialized()
+
+
+def test_a_hydra_app_runs_a_job_and_goes_on_as_before(project, monkeypatch):
+    monkeypatch.setattr("ddp_hydra.api.run_job", lambda *_, **__: None)
+    (project / "app").mkdir()
+    (project / "app" / "main.yaml").write_text("rate: 0.1\n")
+    base = {"version_base": "1.2"} if IS_1_3 else {}
+    with initialize_config_dir(str(project / "app"), job_name="mine", **base):
+        app, cfg = GlobalHydra.instance().hydra, hydra_compose("main", return_hydra_config=True)
+        with hydra_config_of(cfg):
+            run = ddp_hydra.run([f"optimizer.lr={cfg.rate}", "tags=['${hydra:job.name}']", "hydra.run.dir=there"])
+            assert (run._job.cfg.optimizer.lr, list(run._job.cfg.tags)) == (0.1, ["ddp_hydra"])
+            with pytest.raises(ConfigError, match=r"optimizer\.rate"):
+                ddp_hydra.run(["optimizer.rate=1"])
+            assert HydraConfig.get().job.name == "mine"
+        assert GlobalHydra.instance().hydra is app
+        assert hydra_compose("main", ["rate=1"], return_hydra_config=True).hydra.job.name == "mine"
+        assert not IS_1_3 or str(hydra.version.getbase()) == "1.2"
 
 
 @pytest.mark.parametrize(
