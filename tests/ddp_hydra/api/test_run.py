@@ -23,6 +23,7 @@ from ddp_hydra.api import ComposedConfig, Run
 from ddp_hydra.cli import commands
 from ddp_hydra.cli.compose import compose
 from ddp_hydra.cluster import connect as cluster
+from ddp_hydra.config.checkpoint_config import stored_config
 from ddp_hydra.config.hydra_compat import IS_1_3, hydra_config_of
 from ddp_hydra.errors import ClusterError, ConfigError, Interrupted
 from ddp_hydra.job.job_config import find_paths
@@ -93,6 +94,7 @@ def test_a_job_has_the_values_of_hydras_part_of_its_own_config(project, monkeypa
         assert run.dir == project / "of" / run.dir.name
         assert (places.both, places.none) == (f"hunter2@{project}", None)
         assert "hunter2" not in str(OmegaConf.to_container(places))
+        assert stored_config(run._job.cfg)["places"]["both"] == places.both  # as the command's checkpoints have it
         with pytest.raises(InterpolationKeyError, match=r"no\.such"):
             _ = places.wrong
         assert "${hydra:runtime.output_dir}-copy" in (run.dir / ".hydra" / "config.yaml").read_text()
