@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import json
 import os
 import threading
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, chdir, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import env_override
+from hydra.types import RunMode
 from msgspec import to_builtins
 from omegaconf import OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.cli import inference
-from ddp_hydra.cli.compose import compose, environment_of, read_words
+from ddp_hydra.cli.compose import ONE_RUN, SWEEP, compose, environment_of, read_words
+from ddp_hydra.cli.words import key_of
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.cluster.connection import Scheduler, workers_of
 from ddp_hydra.config import references
-from ddp_hydra.config.hydra_compat import ENV_SET, reads_variable, typed_words, variables_of
+from ddp_hydra.config.hydra_compat import ENV_SET, hydra_config_of, reads_variable, typed_words, variables_of
 from ddp_hydra.config.schema import Handler
 from ddp_hydra.config.unknown_keys import explain
 from ddp_hydra.console import text
@@ -69,7 +69,8 @@ class ComposedConfig:
         rank_settings: what Hydra's part of the config says of its ranks.
 
     Raises:
-        ConfigError: an argument is not an override, there is no such config, or a value has the wrong type.
+        ConfigError: an argument is not an override, there is no such config, a value has the wrong type,
+            or the config makes a sweep.
     """
 
     @held_back()
@@ -79,15 +80,25 @@ class ComposedConfig:
         if options := [word for word in words if word.startswith("-")]:
             raise ConfigError(f"{options[0]} is an option of the command; from Python only overrides are taken")
         options = [] if config_name is None else [f"--config-name={config_name}"]
-        cfg = compose(read_words([*options, *words]))
+        read = read_words([*options, *words])
+        cfg = None if SWEEP in read else compose(read)
+        if cfg is None or cfg.hydra.mode is RunMode.MULTIRUN:
+            typed = (word for word in words if key_of(word) in ("hparams_search", "hydra.mode"))
+            what = next(typed, "hydra.mode=MULTIRUN of the config")
+            raise ConfigError(
+                f"{what} makes a sweep, and from Python one job is run: a sweep is typed, as ddp-hydra -m; "
+                f"for one job leave it out, or add {ONE_RUN}"
+            )
         self.overrides = typed_words(cfg.hydra)
-        self.run_dir = Path(cfg.hydra.run.dir)
-        self.rank_settings = settings_of_hydra(cfg.hydra)
-        self._whole = copy.deepcopy(cfg) if cfg.hydra.job.get("env_set") else None
+        self._whole = whole = references.with_own_hydra(cfg)
+        self.run_dir = Path(whole.hydra.run.dir)
+        with read_write(whole.hydra), open_dict(whole.hydra):
+            whole.hydra.runtime.output_dir = str(self.run_dir.absolute())
+        self.rank_settings = settings_of_hydra(whole.hydra)
         self._hydra = OmegaConf.masked_copy(cfg, "hydra")
         with open_dict(cfg):
             del cfg["hydra"]
-        self.cfg = cfg
+        self.cfg = self._written = cfg
 
     def typed_variables(self) -> Container[str]:
         """Return the names of the variables that words set, those of a resumed run included, and no file."""
@@ -99,23 +110,37 @@ class ComposedConfig:
         Raises:
             ConfigError: one has no value.
         """
-        if (cfg := self._whole) is None:
-            return {}
-        hydra_config = HydraConfig.instance()
-        before = hydra_config.cfg
         try:
-            with read_write(cfg.hydra), open_dict(cfg.hydra):
-                cfg.hydra.runtime.output_dir = str(self.run_dir.absolute())
-            hydra_config.set_config(cfg)  # the resolver hydra reads it
-            return {str(name): str(cfg.hydra.job.env_set[name]) for name in cfg.hydra.job.env_set}
+            return {str(name): str(value) for name, value in (self._whole.hydra.job.get("env_set") or {}).items()}
         except OmegaConfBaseException as error:
             raise ConfigError(explain(error) or f"hydra.job.env_set: {str(error).splitlines()[0]}") from error
-        finally:
-            hydra_config.cfg = before
+
+    def fill_in(self) -> None:
+        """Write the values of `${hydra:…}` into `cfg`, where it is not saved: only this job knows them."""
+        self.cfg = references.with_values_of_hydra(self._written, self._whole)
+
+    @contextmanager
+    def in_its_folder(self) -> Iterator[Path]:
+        """Give a job of this process its run directory as the current folder, if `hydra.job.chdir` says so.
+
+        Yields:
+            The whole path of the run directory.
+        """
+        run_dir = self.run_dir.absolute()
+        if self.cfg.dry_run or not (self._whole.hydra.job.chdir and cluster.is_inline(self.cfg.cluster)):
+            yield run_dir
+            return
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with hydra_config_of(self._whole), chdir(run_dir):
+            yield run_dir
 
     def save(self) -> None:
         """Write `.hydra/` of the run directory, without secrets, as Hydra does for the command."""
-        files = {"config.yaml": self.cfg, "hydra.yaml": self._hydra, "overrides.yaml": OmegaConf.create(self.overrides)}
+        files = {
+            "config.yaml": self._written,
+            "hydra.yaml": self._hydra,
+            "overrides.yaml": OmegaConf.create(self.overrides),
+        }
         contents = {name: references.saved_text(config).encode() for name, config in files.items()}
         if has_record(self.run_dir):
             hold(self.run_dir, {f"{HYDRA}/{name}": content for name, content in contents.items()})
@@ -142,7 +167,9 @@ class Connection:
         if _open:
             raise ConfigError("there is a cluster already: close it with .close() before another one is started")
         self._stack = ExitStack()
-        cfg = ComposedConfig(overrides).cfg.cluster
+        job = ComposedConfig(overrides)
+        job.fill_in()
+        cfg = job.cfg.cluster
         if cluster.is_inline(cfg):
             raise ConfigError("cluster=inline is not a cluster: leave connect out")
         try:
@@ -213,7 +240,7 @@ class Run:
             raise ConfigError(
                 f"{bare_url(str(folder))} is a URL, and Run reads a folder of this machine: copy the run to one"
             )
-        self.dir = Path(folder)
+        self.dir = text.expanded(folder)
         if not self.dir.is_dir():
             raise ConfigError(f"{self.dir} is not a run directory: give one that a run has made, outputs/<date>/<time>")
 
@@ -395,8 +422,8 @@ class StartedRun(Run):
     def perform(self) -> None:
         """Run the job in this thread."""
         job = self._job
-        with interrupted(f"interrupted: {self.dir} has no checkpoint yet"):
-            run_job(job.cfg, self.dir, job.overrides, stop=self._stop, rank_settings=job.rank_settings)
+        with interrupted(f"interrupted: {self.dir} has no checkpoint yet"), job.in_its_folder() as run_dir:
+            run_job(job.cfg, run_dir, job.overrides, stop=self._stop, rank_settings=job.rank_settings)
 
     def _work(self) -> None:
         try:
@@ -495,6 +522,8 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str | 
                 f"would change the environment of this program, which goes on: set os.environ[{name!r}] to its value "
                 f"before, {'' if is_typed else f'give ~{ENV_SET}.{name}, '}or leave out wait=False"
             )
+        with env_override(variables if wait else {}):
+            job.fill_in()
         if not job.cfg.dry_run:
             with locked(job.run_dir):
                 refuse_other_run(job.run_dir, job.cfg.resume)

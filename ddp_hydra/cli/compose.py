@@ -41,6 +41,7 @@ from ddp_hydra.config.hydra_compat import (
     ENV_SET,
     IS_1_3,
     VERSION_BASE,
+    outside_of_app,
     parse_override,
     sets_variables,
     typed_sources,
@@ -61,6 +62,7 @@ MODES = {
 }  # fmt: skip
 """Of these words of a command, Hydra takes one."""
 ONE_RUN = "hydra.mode=RUN"
+SWEEP = "--multirun"
 GPUS = "CUDA_VISIBLE_DEVICES"
 OWN_CONFIGS = "a command that is given a run has the run's own configs"
 
@@ -113,21 +115,20 @@ def compose(words: Sequence[str]) -> DictConfig:
     overrides = [word for word in words if word not in options]
     project.make_importable(project.layers())
     schema.register()
-    with _composing:
-        if GlobalHydra.instance().is_initialized():
-            raise ConfigError("this is called inside a Hydra app: call ddp_hydra.job.run.run_job(cfg, run_dir) there")
-        with (
-            layered(given.config_dir) as folder,
-            initialize_config_dir(str(folder), job_name="ddp_hydra", **VERSION_BASE),
-        ):
-            try:
-                cfg: DictConfig = hydra_compose(given.config_name or "config", overrides, return_hydra_config=True)
-                unknown_keys.check_typed(cfg, cfg.hydra, GlobalHydra.instance().config_loader())
-            except Exception as error:
-                if isinstance(error, DdpHydraError) or (said := unknown_keys.explain(error, can_sweep=False)) is None:
-                    raise
-                raise ConfigError(said + typed_elsewhere(error, words)) from error
-            return cfg
+    with (
+        _composing,
+        outside_of_app(),
+        layered(given.config_dir) as folder,
+        initialize_config_dir(str(folder), job_name="ddp_hydra", **VERSION_BASE),
+    ):
+        try:
+            cfg: DictConfig = hydra_compose(given.config_name or "config", overrides, return_hydra_config=True)
+            unknown_keys.check_typed(cfg, cfg.hydra, GlobalHydra.instance().config_loader())
+        except Exception as error:
+            if isinstance(error, DdpHydraError) or (said := unknown_keys.explain(error, can_sweep=False)) is None:
+                raise
+            raise ConfigError(said + typed_elsewhere(error, words)) from error
+        return cfg
 
 
 @contextmanager
@@ -265,7 +266,7 @@ def with_search(arguments: list[str]) -> list[str]:
     """Add `-m` to `hparams_search=<name>`: in Hydra 1.4 a config of a group cannot switch to multirun."""
     modes = MODES & {key_of(word) for word in arguments}
     names = [word.partition("=")[2] for word in arguments if key_of(word) == "hparams_search"]
-    return arguments if modes or set(names) <= {"", "null"} else [*arguments, "--multirun"]
+    return arguments if modes or set(names) <= {"", "null"} else [*arguments, SWEEP]
 
 
 def with_resumed_overrides(arguments: list[str]) -> list[str]:
@@ -561,7 +562,7 @@ def typed_elsewhere(error: Exception, words: Sequence[str]) -> str:
 
 def with_resumed_sweep(arguments: list[str]) -> list[str]:
     """Add to `-m hydra.sweep.dir=<sweep>` the overrides that are saved there, so that it resumes the sweep."""
-    if not {"-m", "--multirun"} & set(arguments):
+    if not {"-m", SWEEP} & set(arguments):
         return arguments
     keys = ("hydra.launcher.resume", "hydra.sweep.dir")
     folders = [value_of(word) for word in arguments if key_of(word) in keys and "=" in word]
@@ -590,7 +591,7 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
 
 
 def with_run_dir_before(arguments: list[str]) -> list[str]:
-    run_dir = None if {"-m", "--multirun"} & set(arguments) else torchrun.remembered()
+    run_dir = None if {"-m", SWEEP} & set(arguments) else torchrun.remembered()
     if run_dir is None:
         return arguments
     quoted = text.quoted(str(run_dir))

@@ -75,8 +75,9 @@ def evaluate(
         found = prepared_inference(run, checkpoint, split, changes, trust, environment).run(EVALUATE)
         if RunRef.named(run).is_stored:  # the file is a download, which is removed
             return {**found, "checkpoint": f"{run.rstrip('/')}, {checkpoint.name}"}
-        is_run = Path(run).is_dir() and Path(run).name != checkpoint.name
-        shown = Path(run) / "checkpoints" / checkpoint.name if is_run else checkpoint
+        place = expanded(run)
+        is_run = place.is_dir() and place.name != checkpoint.name
+        shown = place / "checkpoints" / checkpoint.name if is_run else checkpoint
         return {**found, "checkpoint": str(shown)}
 
 

@@ -34,7 +34,6 @@ from ddp_hydra.job.summary import explain
 from ddp_hydra.rank import fork_client
 from ddp_hydra.rank.torchrun import note_failure
 from ddp_hydra.storage.files import cannot_write
-from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.sweep import launcher
 from ddp_hydra.writers.run_dir import is_full
 
@@ -84,8 +83,6 @@ def run_in(run_dir: Path, cfg: DictConfig, hydra_cfg: Any) -> float | None:
             cfg.results.mirror = f"{cfg.results.mirror.rstrip('/')}/{hydra_cfg.job.num}"  # a folder for each job
         if cfg.detach:
             raise ConfigError("detach=true: a sweep has to know how its jobs end: leave it out")
-    if cfg.resume and hydra_cfg.job.chdir and not (named := RunRef.own(cfg.resume)).is_stored:
-        cfg.resume = str(project.typed_in() / named.place)
     return run_job(cfg, run_dir, typed_words(hydra_cfg))
 
 

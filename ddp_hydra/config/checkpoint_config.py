@@ -25,8 +25,11 @@ from ddp_hydra.config.schema import TOP, base, missing_key, number_types, why_un
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
-_OF_THE_JOB = re.compile(r"\$\{(?!oc\.)[\w.]+:|\bcluster\b")
-"""Matches an interpolation with a resolver that only the job has, such as hydra's and now's, or with the cluster."""
+_OF_THE_JOB = re.compile(r"\$\{(?!oc\.)[\w.]+:|\$\{oc\.select:hydra,|\bcluster\b")
+"""Matches an interpolation with a resolver that only the job has, such as hydra's and now's, or with the cluster.
+
+`references.with_values_of_hydra` has written hydra's as oc.select's.
+"""
 _OF_THE_COMMAND = {"cluster", "dispatch", "results", "resume", "detach", "faults", "dry_run", "tags"}
 """Keys that a command may change without changing what is trained."""
 _LENGTHS = {"trainer.pause_after_validations", "trainer.time_limit_s"}

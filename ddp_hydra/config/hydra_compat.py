@@ -7,17 +7,20 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 from hydra import utils
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
@@ -64,6 +67,34 @@ def name_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:
         config.hydra.job.override_dirname = get_overrides_dirname(
             list(overrides), naming.exclude_keys, naming.item_sep, naming.kv_sep
         )
+
+
+@contextmanager
+def hydra_config_of(config: DictConfig) -> Iterator[None]:
+    before = HydraConfig.instance().cfg
+    HydraConfig.instance().cfg = cast(Any, config)  # `set_config` would copy Hydra's part
+    try:
+        yield
+    finally:
+        HydraConfig.instance().cfg = before
+
+
+@contextmanager
+def outside_of_app() -> Iterator[None]:
+    """Let Hydra compose another config inside the block while this process runs a Hydra app, which goes on after it."""
+    if (app := GlobalHydra.instance().hydra) is None:
+        yield
+        return
+    name, base = JobRuntime.instance().get("name"), hydra.version.getbase() if IS_1_3 else None
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().clear()
+        GlobalHydra.instance().initialize(app)
+        JobRuntime.instance().set("name", name)
+        if IS_1_3:
+            hydra.version.VersionBase.instance().version_base = base
 
 
 def typed_words(hydra_cfg: Any) -> list[str]:

@@ -1,13 +1,23 @@
-"""Tells which keys the interpolations of a config refer to; has the resolver `of_set` of our own options."""
+"""Tells which keys the interpolations of a config refer to; has the resolver `of_set` of our own options.
+
+A job of a program gets the values of `${hydra:…}` here: Hydra's resolver reads what all threads of a process share.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, InterpolationToMissingValueError, MissingMandatoryValue
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationToMissingValueError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 from ddp_hydra.config import redact
 from ddp_hydra.config.hydra_compat import IS_1_3
@@ -16,6 +26,10 @@ _INTERPOLATION = re.compile(r"\$\{[^{}]*\}")
 _OF_SET = re.compile(r"\$\{of_set:\s*([\w-]+)\s*\}")
 _RELATIVE = re.compile(r"\bof_set:\s*([\w-]+)|(?<![\w.\[\]-])(\.+)(?=[\w\[])")
 """Matches a key of the resolver, or the dots before a relative key."""
+_OF_HYDRA = re.compile(r"(?<!\\)\$\{\s*hydra:\s*(['\"]?)")
+"""Matches the begin of an interpolation with Hydra's resolver, up to the name of the key."""
+_KEY_OF_HYDRA = re.compile(r"(?<!\\)\$\{\s*hydra:\s*([\w.]+)\s*\}")
+"""Matches a whole one, whose key has no interpolation."""
 
 
 def _of_set(key: str, *, _parent_: Any) -> Any:
@@ -73,6 +87,59 @@ def _found(name: str, around: list[str], known: set[str]) -> str:
     groups = (".".join(around[:end]) for end in range(len(around) - 1, 0, -1))
     having = (one for one in groups if f"{one}.{name}" in known and f"{one}._target_" not in known)
     return f"{next(having, 'data')}.{name}"
+
+
+def with_own_hydra(cfg: DictConfig) -> DictConfig:
+    """Return a copy of a config with Hydra's part, where `${hydra:…}` reads that part of the copy."""
+    copied, written = copy.deepcopy(cfg), OmegaConf.to_container(cfg)
+    for path in _of_hydra(written):
+        parent = _node(copied, path[:-1])
+        with read_write(parent), open_dict(parent):
+            parent[path[-1]] = _OF_HYDRA.sub(r"${oc.select:\1hydra.", _node(written, path))
+    return copied
+
+
+def with_values_of_hydra(cfg: DictConfig, whole: DictConfig) -> DictConfig:
+    """Return a copy of a config without Hydra's part, where the values of `whole` are in place of `${hydra:…}`.
+
+    Other interpolations stay, because their values may be secrets: a text with such ones gets `${oc.select:hydra,…}`,
+    whose default is the value.
+
+    Args:
+        whole: the same config, as `with_own_hydra` returns it.
+    """
+    copied, written = copy.deepcopy(cfg), OmegaConf.to_container(whole)
+    for path in _of_hydra(raw := OmegaConf.to_container(cfg)):
+        parent, text = _node(copied, path[:-1]), _node(raw, path)
+        others = _KEY_OF_HYDRA.sub("", text)
+        try:
+            if "${" in others and not _OF_HYDRA.search(others):
+                value = _KEY_OF_HYDRA.sub(lambda found: _literal(OmegaConf.select(whole, f"hydra.{found[1]}")), text)
+            else:
+                value = _node(whole, path)
+        except OmegaConfBaseException:  # the job says so, if it needs it
+            value = _node(written, path)
+        with read_write(parent), open_dict(parent):
+            parent[path[-1]] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    return copied
+
+
+def _literal(value: object) -> str:
+    quoted = str(value).replace("'", r"\'")
+    return f"${{oc.select:hydra,'{quoted}'}}"
+
+
+def _of_hydra(raw: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys, from the top down, of each text that has an interpolation with Hydra's resolver."""
+    if isinstance(raw, dict | list):
+        for key, value in raw.items() if isinstance(raw, dict) else enumerate(raw):
+            yield from _of_hydra(value, (*path, key))
+    elif isinstance(raw, str) and _OF_HYDRA.search(raw):
+        yield path
+
+
+def _node(config: Any, path: tuple[Any, ...]) -> Any:
+    return functools.reduce(lambda node, key: node[key], path, config)
 
 
 def interpolated(config: Any) -> Iterator[str]:

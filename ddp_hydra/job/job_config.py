@@ -62,6 +62,7 @@ def packed_project(cfg: DictConfig, config: dict[str, Any]) -> project.Project:
 def find_paths(cfg: DictConfig) -> None:
     """Write whole paths of a pretrained model and of files of the data into the config, of those that are there.
 
+    So, too, runs and checkpoints that the job begins with, where it has another current folder than the command had.
     Ranks and later commands may have another current folder, with other files of the same names.
     """
     found = [("model.path", cfg.model.get("path"))] if targets.is_pretrained(cfg.model) else []
@@ -69,6 +70,10 @@ def find_paths(cfg: DictConfig) -> None:
     for key, value in [*found, *((key, value) for key, value in data if is_path(key))]:
         if (path := whole_path(key, value, project.typed_in())) != value:
             OmegaConf.update(cfg, key, path)
+    if project.typed_in() != Path.cwd():  # hydra.job.chdir=true
+        for key, given in (("resume", cfg.resume), ("model.weights", weights_path(cfg))):
+            if given and not (named := RunRef.own(given)).is_stored:
+                OmegaConf.update(cfg, key, str(project.typed_in() / named.place))
 
 
 def is_path(key: str) -> bool:
@@ -97,7 +102,7 @@ def find_weights(cfg: DictConfig, run_dir: Path) -> Path | None:
     """Return the file that `model.weights` names, of a run its best checkpoint; None for pretrained weights' names."""
     if (given := weights_path(cfg)) is None:
         return None
-    ref = RunRef.named(os.path.expanduser(given))  # noqa: PTH111, a path would make one slash of the two of a URL
+    ref = RunRef.named(given)
     if not ref.is_stored and not Path(ref.place).exists():
         raise CheckpointError(f"model.weights={given}: there is no such file, nor a run directory")
     return ref.checkpoint("best", run_dir / DOWNLOADS, cfg.results.retry_s)
@@ -114,8 +119,8 @@ def weights_path(cfg: DictConfig) -> str | None:
     given = cfg.model.get("weights") if isinstance(cfg.model, DictConfig) else None
     if not isinstance(given, str):
         return None
-    is_path = {"/", os.sep} & set(given) or given.endswith((SUFFIX, f"{SUFFIX}h")) or os.path.lexists(given)
-    return given if is_path else None
+    is_there = os.path.lexists(project.typed_in() / given)
+    return given if is_there or {"/", os.sep} & set(given) or given.endswith((SUFFIX, f"{SUFFIX}h")) else None
 
 
 def backend(cfg: DictConfig) -> str:
@@ -148,7 +153,9 @@ def settings_of_hydra(hydra_cfg: Any = None) -> dict[str, Any]:
     """
     if hydra_cfg is None:
         hydra_cfg = HydraConfig.get() if HydraConfig.initialized() else OmegaConf.create({})
-    return {"log_config": rank_log_config(hydra_cfg), "variables": variables_of_job(hydra_cfg.get("job") or {})}
+    job = hydra_cfg.get("job") or {}
+    cwd = {"cwd": str(hydra_cfg.runtime.output_dir)} if job.get("chdir") else {}
+    return {"log_config": rank_log_config(hydra_cfg), "variables": variables_of_job(job), **cwd}
 
 
 def rank_log_config(hydra_cfg: Any) -> dict[str, Any]:

@@ -314,8 +314,8 @@ class Job:
             with held_back():
                 from ddp_hydra.dispatch.gang import Gang
 
-            cwd = self.remote.spec.cwd if self.remote else ""
-            settings = gang_settings(self.cfg, name="job", pip=pip, cwd=cwd, **self.rank_settings)
+            own = {"cwd": self.remote.spec.cwd if self.remote else "", **self.rank_settings}
+            settings = gang_settings(self.cfg, name="job", pip=pip, **own)
             gang = Gang(client, project=packed, stop=stop, settings=settings)
             try:
                 with self.handler(gang.fetch) as handler:

@@ -192,9 +192,9 @@ def is_url(text: str) -> bool:
 
 
 def plain_path(text: str) -> str:
-    """Return the path of a file:// URL of this machine; return any other text unchanged."""
+    """Return the path of a file:// URL of this machine, or a path whose `~` is the home folder; another URL as is."""
     if not text.startswith("file://"):
-        return text
+        return os.path.expanduser(text)  # noqa: PTH111, a path would lose the slash at the end, and one of two of a URL
     try:
         return str(local_path(text))
     except ValueError:

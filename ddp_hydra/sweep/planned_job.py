@@ -11,14 +11,12 @@ import importlib
 import math
 import pickle
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, run_job
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -27,7 +25,14 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connect import is_inline
 from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.config import project, redact, unknown_keys
-from ddp_hydra.config.hydra_compat import ENV_SET, reads_variable, sets_variables, typed_words, variables_set
+from ddp_hydra.config.hydra_compat import (
+    ENV_SET,
+    hydra_config_of,
+    reads_variable,
+    sets_variables,
+    typed_words,
+    variables_set,
+)
 from ddp_hydra.console.text import message_of, traceback_of
 from ddp_hydra.errors import ConfigError, DdpHydraError, SweepFailed
 from ddp_hydra.storage.manifest import FOLDER, NAME, has_checkpoint
@@ -150,16 +155,6 @@ class PlannedJob:
         result = JobReturn(self.row.overrides, config, working_dir=str(self.folder), status=status)
         result._return_value = value
         return result
-
-
-@contextmanager
-def hydra_config_of(config: DictConfig) -> Iterator[None]:
-    before = HydraConfig.instance().cfg
-    HydraConfig.instance().cfg = cast(Any, config)  # `set_config` would copy Hydra's part
-    try:
-        yield
-    finally:
-        HydraConfig.instance().cfg = before
 
 
 def is_ours(config: DictConfig) -> bool:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.config import hydra_compat, redact, references, unknown_keys, validate
-from ddp_hydra.config.hydra_compat import parse_override, typed_words, variables_set
+from ddp_hydra.config.hydra_compat import hydra_config_of, parse_override, typed_words, variables_set
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
@@ -270,7 +270,7 @@ class JobQueue:
             with open_dict(config):
                 config.hydra.job.id, config.hydra.job.num = str(job.row.number), job.row.number
                 config.hydra.sweep.dir = str(self.folder)
-            with planned_job.hydra_config_of(config):
+            with hydra_config_of(config):
                 folder = str(config.hydra.sweep.subdir)
                 job.is_ours = planned_job.is_ours(config)
                 if job.is_ours:

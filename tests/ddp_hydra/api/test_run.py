@@ -4,19 +4,29 @@ import json
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
+import hydra
 import msgspec
 import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationKeyError
 
 import ddp_hydra
 from ddp_hydra.api import ComposedConfig, Run
 from ddp_hydra.cli import commands
 from ddp_hydra.cli.compose import compose
 from ddp_hydra.cluster import connect as cluster
+from ddp_hydra.config.checkpoint_config import stored_config
+from ddp_hydra.config.hydra_compat import IS_1_3, hydra_config_of
 from ddp_hydra.errors import ClusterError, ConfigError, Interrupted
+from ddp_hydra.job.job_config import find_paths
 from ddp_hydra.run_state import Objective, Summary
 from ddp_hydra.writers.run_dir import locked
 
@@ -58,6 +68,83 @@ def test_hydras_files_are_written_without_secrets(project):
     assert "lr: 0.01" in texts["config.yaml"]
 
 
+def test_a_job_has_the_values_of_hydras_part_of_its_own_config(project, monkeypatch):
+    """As the command has them: runs side by side have other ones, and what is saved keeps the interpolations."""
+    found = {}
+
+    def kept(cfg, run_dir, *_, **__):
+        found[run_dir.name] = [*cfg.tags, cfg.results.mirror, cfg.places]
+
+    monkeypatch.setattr("ddp_hydra.api.run_job", kept)
+    monkeypatch.setenv("TOKEN", "hunter2")
+    words = [
+        'tags=["${hydra:runtime.choices.${group}}"]',
+        'results.mirror="${hydra:runtime.output_dir}-copy"',
+        "+group=model",
+        "+places.both='${oc.env:TOKEN}@${hydra:runtime.cwd}'",
+        "+places.none=${hydra:job.num}",
+        "+places.wrong='${no.such}/${hydra:job.name}'",
+        "+hydra.job.env_set.PLACE=${hydra:runtime.output_dir}",
+    ]
+    runs = [ddp_hydra.run([f"hydra.run.dir=${{hydra:runtime.cwd}}/of/{name}", *words], wait=False) for name in "ab"]
+    for run in runs:
+        run.wait()
+        model, mirror, places = found[run.dir.name]
+        assert (model, mirror) == ("mlp", f"{run.dir}-copy")
+        assert run.dir == project / "of" / run.dir.name
+        assert (places.both, places.none) == (f"hunter2@{project}", None)
+        assert "hunter2" not in str(OmegaConf.to_container(places))
+        assert stored_config(run._job.cfg)["places"]["both"] == places.both  # as the command's checkpoints have it
+        with pytest.raises(InterpolationKeyError, match=r"no\.such"):
+            _ = places.wrong
+        assert "${hydra:runtime.output_dir}-copy" in (run.dir / ".hydra" / "config.yaml").read_text()
+    assert runs[0]._job.variables() == {"PLACE": str(project / "of" / "a")}
+    assert not HydraConfig.initialized()
+
+
+def test_ranks_and_a_job_of_this_process_work_in_the_run_directory_where_hydra_says_so(project, monkeypatch):
+    found = []
+
+    def kept(cfg, run_dir, *_, rank_settings, **__):
+        find_paths(cfg)
+        found.append((run_dir, Path.cwd(), rank_settings.get("cwd"), cfg.resume, cfg.data.root))
+
+    monkeypatch.setattr("ddp_hydra.api.run_job", kept)
+    (project / "a" / "checkpoints").mkdir(parents=True)
+    (project / "a" / "checkpoints" / "manifest.json").write_text('{"format": 2, "checkpoints": {}}')
+    (project / "photos").mkdir()
+    words = ["hydra.job.chdir=true", "+data.root=photos", "resume=a"]
+    own, photos = project / "b", str(project / "photos")
+    ddp_hydra.run([*words, "hydra.run.dir=b"])
+    ddp_hydra.run([*words, "hydra.run.dir=b", "cluster=inline"])
+    ddp_hydra.run([*words[1:], "hydra.run.dir=c"])
+    assert found == [
+        (own, project, str(own), "a", photos),
+        (own, own, str(own), str(project / "a"), photos),
+        (project / "c", project, None, "a", photos),
+    ]
+    assert Path.cwd() == project
+    assert not HydraConfig.initialized()
+
+
+def test_a_hydra_app_runs_a_job_and_goes_on_as_before(project, monkeypatch):
+    monkeypatch.setattr("ddp_hydra.api.run_job", lambda *_, **__: None)
+    (project / "app").mkdir()
+    (project / "app" / "main.yaml").write_text("rate: 0.1\n")
+    base = {"version_base": "1.2"} if IS_1_3 else {}
+    with initialize_config_dir(str(project / "app"), job_name="mine", **base):
+        app, cfg = GlobalHydra.instance().hydra, hydra_compose("main", return_hydra_config=True)
+        with hydra_config_of(cfg):
+            run = ddp_hydra.run([f"optimizer.lr={cfg.rate}", "tags=['${hydra:job.name}']", "hydra.run.dir=there"])
+            assert (run._job.cfg.optimizer.lr, list(run._job.cfg.tags)) == (0.1, ["ddp_hydra"])
+            with pytest.raises(ConfigError, match=r"optimizer\.rate"):
+                ddp_hydra.run(["optimizer.rate=1"])
+            assert HydraConfig.get().job.name == "mine"
+        assert GlobalHydra.instance().hydra is app
+        assert hydra_compose("main", ["rate=1"], return_hydra_config=True).hydra.job.name == "mine"
+        assert not IS_1_3 or str(hydra.version.getbase()) == "1.2"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -77,6 +164,24 @@ def test_wrong_words_are_refused(words, said, project):
     with pytest.raises(ConfigError, match="wait=False with cluster=inline"):
         ddp_hydra.run(["cluster=inline"], wait=False)
     assert not (project / "outputs").exists()
+
+
+def test_a_sweep_is_refused_wherever_it_comes_from(project, monkeypatch):
+    sweep = "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {optimizer.lr: '0.1,0.2'}}}\n"
+    for group in ("experiment", "hparams_search"):
+        (project / "conf" / group).mkdir(parents=True, exist_ok=True)
+        (project / "conf" / group / "wide.yaml").write_text(sweep)
+    for words, what in [
+        (["hparams_search=wide"], "hparams_search=wide"),
+        (["+hparams_search=wide"], r"\+hparams_search=wide"),
+        (["experiment=wide"], "hydra.mode=MULTIRUN of the config"),
+        (["hydra.mode=MULTIRUN", "seed=1"], "hydra.mode=MULTIRUN"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"^{what} makes a sweep, .*: a sweep is typed, as ddp-hydra -m; "):
+            ddp_hydra.run(words)
+    assert not (project / "outputs").exists()
+    monkeypatch.setattr("ddp_hydra.api.run_job", lambda *_, **__: None)
+    ddp_hydra.run(["experiment=wide", "hydra.mode=RUN"])
 
 
 @pytest.mark.parametrize(
@@ -257,6 +362,8 @@ def test_a_run_is_looked_at_by_its_directory(tmp_path, monkeypatch):
         Run("s3://a/b")
     with pytest.raises(ConfigError, match=r"^https://host/b is a URL"):
         Run("https://user:pw@host/b?sig=1")
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert Run(f"~/{tmp_path.name}").dir == tmp_path
     assert Run(tmp_path).metrics().empty
     assert Run(tmp_path).objective is None
     lines = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 1.0, "val/loss": 1.5}]

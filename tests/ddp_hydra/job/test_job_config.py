@@ -7,8 +7,17 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from ddp_hydra.config.hydra_compat import hydra_config_of
 from ddp_hydra.errors import CheckpointError
-from ddp_hydra.job.job_config import LOG_FORMAT, check_files, find_paths, find_weights, rank_log_config, weights_path
+from ddp_hydra.job.job_config import (
+    LOG_FORMAT,
+    check_files,
+    find_paths,
+    find_weights,
+    rank_log_config,
+    settings_of_hydra,
+    weights_path,
+)
 
 
 def job(weights):
@@ -92,6 +101,25 @@ def test_paths_of_models_and_data_are_written_whole(tmp_path, monkeypatch):
     cfg.data.bucket = "~no user/photos"
     find_paths(cfg)
     assert cfg.data.bucket == "~no user/photos"
+
+
+def test_runs_and_checkpoints_are_found_from_the_folder_that_the_command_was_typed_in(tmp_path, monkeypatch):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "job")
+    hydra_cfg = {"job": {"chdir": True}, "runtime": {"cwd": str(tmp_path), "output_dir": str(tmp_path / "job")}}
+    given = OmegaConf.create({"hydra": hydra_cfg})
+    for weights, found in [("mine", str(tmp_path / "mine")), ("a/best.pt", f"{tmp_path}/a/best.pt"), ("gs", "gs")]:
+        cfg = OmegaConf.merge(job(weights), {"resume": "a/checkpoints", "data": {}})
+        with hydra_config_of(given):
+            find_paths(cfg)
+            assert settings_of_hydra()["cwd"] == str(tmp_path / "job")
+        assert (cfg.resume, cfg.model.weights) == (f"{tmp_path}/a/checkpoints", found)
+    cfg = OmegaConf.merge(job("s3://bucket/a"), {"resume": "s3://bucket/b", "data": {}})
+    with hydra_config_of(given):
+        find_paths(cfg)
+    assert (cfg.resume, cfg.model.weights) == ("s3://bucket/b", "s3://bucket/a")
+    assert "cwd" not in settings_of_hydra()
 
 
 STREAM, FILE = {"class": "logging.StreamHandler", "formatter": "short"}, {"class": "logging.FileHandler"}

@@ -65,6 +65,14 @@ def test_another_hosts_files_are_refused():
     assert urls.plain_path("file:///a%20b/c") == "/a b/c"
 
 
+def test_a_path_may_begin_with_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert urls.plain_path("~/runs/") == "/home/me/runs/"
+    assert urls.address("~/runs/", Path("a").absolute()) == "/home/me/runs/a"
+    for other in ("~no user/runs", "a/~/b", "s3://bucket/~/runs"):
+        assert urls.plain_path(other) == other
+
+
 @pytest.mark.parametrize(
     ("run_dir", "name"),
     [

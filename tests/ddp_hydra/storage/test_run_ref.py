@@ -46,12 +46,15 @@ NAMES = (
     "outputs/a/checkpoints",
     "outputs/a/checkpoints/best.pt",
     "file://{absolute}",
+    "~/outputs/a",
+    "~/outputs/a/checkpoints/best.pt",
 )
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_name_of_a_run_leads_to_its_folder(run_dir, name):
+def test_each_name_of_a_run_leads_to_its_folder(run_dir, name, monkeypatch):
     given = name.format(absolute=run_dir)
+    monkeypatch.setenv("HOME", str(run_dir.parents[1]))
     assert Path(RunRef.named(given).folder).samefile(run_dir)
     assert saved_config(given) == {"seed": 3}
     assert _overrides_of(given) == ["optimizer.lr=0.1"]
