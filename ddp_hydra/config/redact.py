@@ -51,14 +51,13 @@ OF_FILE_KEY = {"ca", "client", "comm", "dask", "distributed", "private", "schedu
 HIDDEN = "***"
 _PEM = re.compile("-----BEGIN [A-Z ]*PRIVATE KEY")
 """Matches a private key itself, whatever the name of the setting."""
-_LIST = r"\[(?:[^][]|\[[^][]*\])*\]"
-_WORD = re.compile(rf"([\w./]+)=({_LIST}|[^,\s]+(?: +\d+(?![^,\s]))*)")
+_WHOLE = r""""[^"]*"|'[^']*'|\{(?:[^{}]|\{[^{}]*\})*\}|\[(?:[^][]|\[[^][]*\])*\]"""
+"""Matches a quoted text, a dict or a list, which may hold commas and spaces."""
+_WORD = re.compile(rf"([\w./]+)=({_WHOLE}|[^,\s]+(?: +\d+(?![^,\s]))*)")
 """Matches an override inside a text, such as hydra.job.override_dirname."""
 _FIELD = re.compile(r"""(?<=[=;'"])([\w./]+)=([^,;\s]+)""")
 """Matches a field of a connection string, which is itself a value."""
-_ENTRY = re.compile(
-    rf"""((?<!\$)[{{,]\s*["']?)([\w.-]+)(["']?\s*:\s*)("[^"]*"|'[^']*'|\{{[^{{}}]*\}}|{_LIST}|[^,}}\]]+)"""
-)
+_ENTRY = re.compile(rf"""((?<!\$)[{{,]\s*["']?)([\w.-]+)(["']?\s*:\s*)({_WHOLE}|[^,}}\]]+)""")
 """Matches a key and its value in a dict, as Hydra and JSON write it; not a resolver, as in "${secret:name}"."""
 
 _NUMBER = re.compile(r"[+-]?(?!0\d)(\d+\.?\d*|\.\d+)(e[+-]?\d\d?)?", re.IGNORECASE)
@@ -70,8 +69,11 @@ _NUMBERS = 4
 _OF_SWEEPS = re.compile(r"(choice|float|int|interval|range|shuffle|sort|tag)\(|(start|step|stop)=|\)|\[(?!\[)|\]")
 """Matches what stands next to numbers in lists and sweeps: "tag(log, int(interval(4, 64)))"."""
 
-_PAIR = re.compile(r"""^\s*([\w.-]+)\s*=\s*(.+)|([\w./-]+)["']?\s*:(?:\s+|$)((?=(\[[^\]]*))\[|(?:[^,}\]]|,(?=\d))*)""")
-"""Matches a key and its value in a line of YAML, JSON or TOML. Of a list, "[" alone is passed: it may hold keys."""
+_PAIR = re.compile(
+    r"""^\s*([\w.-]+)\s*=\s*(.+)|([\w./-]+)["']?\s*:(?:\s+|$)"""
+    r"""((?=(\[[^\]]*|\{[^}]*))[{[]|[^,}\]]*(?:,[^:}\]]*(?=[}\]]|$))?)"""
+)
+"""Matches a key and its value in a line of YAML, JSON or TOML. Of a list or a dict, the bracket alone is passed."""
 _SUSPECT = re.compile("|".join([*sorted(SECRET | SECRET_AT_THE_END | ONE_TIME | SHORT), "://"]), re.IGNORECASE)
 """A quick test: matches in every line that may hold a secret, and in some that do not."""
 _NOTHING: tuple[object, ...] = ("", "null", [], "[]", "value")
@@ -210,7 +212,7 @@ def secret_line(text: str) -> str | None:
             continue
         bare_line = line.partition(" #")[0]
         pairs = (
-            (found[1] or found[3], (found[2] or found[5] or found[4] or "").strip())
+            (found[1] or found[3], (found[2] or found[5] or found[4] or "").strip(", \t"))
             for found in _PAIR.finditer(bare_line)
         )
         if (
@@ -232,9 +234,16 @@ def _override(text: str) -> str:
         return _shown(f"{name}=", name.partition("@")[0], value)
     text = _LOGIN.sub(lambda found: f"{found[1] or found[2]}{HIDDEN}@", text)
     text = re.sub(r"([?&])([\w.-]+)=([^&\s'\",\]}]+)", lambda part: part[1] + _named(part[2], part[3]), text)
-    for pattern in (_WORD, _FIELD):
-        text = pattern.sub(lambda part: _named(part[1], part[2]), text)
+    text = _WORD.sub(_word, text)
+    text = _FIELD.sub(lambda part: _named(part[1], part[2]), text)
     return _ENTRY.sub(_entry, text)
+
+
+def _word(found: re.Match[str]) -> str:
+    name, value = found.groups()
+    if re.fullmatch(_WHOLE, value) and not named_secret(name):  # it may hold words
+        return f"{name}={value[0]}{_WORD.sub(_word, value[1:])}"
+    return _named(name, value)
 
 
 def _entry(found: re.Match[str]) -> str:

@@ -171,6 +171,10 @@ def test_other_numbers_and_all_texts_of_secrets_are_hidden(word):
     [
         ("a=1,private_key=[174,47,154,16],n=2", "a=1,private_key=***,n=2"),
         ("a=1,key=[[17,4],[7,154]],n=2", "a=1,key=***,n=2"),
+        ("a=1,key={b: [1, x], c: d},n=2", "a=1,key=***,n=2"),
+        ("a=1,password='b, c',n='token=d e'", "a=1,password=***,n='token=*** e'"),
+        ("tags=[key={key: 123456}, [[[1]]]]", "tags=[key={key: ***}, [[[1]]]]"),
+        ("a=1,tags=[b,token=c,key=[1,x]],n=2", "a=1,tags=[b,token=***,key=***],n=2"),
         ("a=1,token=12345 67890 12345,n=2", "a=1,token=***,n=2"),
         ("a={key: [174,47,154,16,5], n: 1}", "a={key: ***, n: 1}"),
         ("a={key: [[17,4],[7,154]], n: 1}", "a={key: ***, n: 1}"),
@@ -202,6 +206,11 @@ def test_numbers_in_a_config_that_may_be_a_key_are_hidden(config):
         "token: 12345 67890 12345",
         "access_token: 1,234567",
         "token: 1,234567",
+        "token: 1, x",
+        "token: 1,x",
+        "{n: 1, token: 1,x}",
+        "a: {key: x, d_key: [1, 2]}",
+        "key: {a: 1}",
         "key: [174, 47, 154, 16, 5]",
         "key: [1, x]",
         "key = [174, 47, 154, 16, 5]",
@@ -216,7 +225,14 @@ def test_a_line_of_a_file_with_numbers_of_a_secret_is_found(line):
 
 
 def test_a_line_of_a_file_with_a_small_number_is_none():
-    lines = ["d_key: 8", '{"d_key": [8, 16], "n_token": 5, "b": 1}', "d_key = [1, 2]", "d_key: []", "key: ["]
+    lines = [
+        "d_key: 8",
+        '{"d_key": [8, 16], "n_token": 5, "b": 1}',
+        "d_key = [1, 2]",
+        "d_key: []",
+        "key: [",
+        '  "d_key": 8,',
+    ]
     assert redact.secret_line("\n".join(lines)) is None
 
 
