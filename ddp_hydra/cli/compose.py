@@ -288,15 +288,32 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     # If a group is chosen again (cluster=inline), the old changes in it (cluster.n_workers=4) are dropped.
     given |= {"debug"} if "debug=faults" in saved else set()
     given |= {"results.root"} if "results.handler=client" in arguments else set()
-    removed = [word for word in arguments if word.startswith("~") and full_key_of(word) in schema.OF_EVERY_JOB]
-    # Hydra can't remove such a key, which gets the value again that it has without the saved words.
-    reset = [word for word in removed if any(full_key_of(word) in places_of(one) for one in saved)]
+    reset = _resets(arguments, saved)
     arguments = [word for word in arguments if word not in reset]
     kept, arguments = joined(saved, arguments, given | set(map(full_key_of, reset)))
     _refuse_hidden(kept, f"resume={resumed}: the run", arguments)
     folder = _folder_of(hydra_cfg)
     kept = [_with_whole_paths(word, folder) for word in kept] if folder else kept
     return with_options_first([*kept, *before, *arguments])
+
+
+def _resets(arguments: Sequence[str], saved: Sequence[str]) -> list[str]:
+    """Return the words `~key` whose key every job has: it gets the value again that it has without the saved words."""
+    removed = [word for word in arguments if word.startswith("~") and full_key_of(word) in schema.OF_EVERY_JOB]
+    for word in removed:
+        group, _, name = full_key_of(word).rpartition(".")
+        within = [one for one in saved if group and full_key_of(one) == group and not one.startswith("~")]
+        if whole := next((one for one in within if name in _entries(one)), ""):
+            what = f"the run was begun with {redact.without([whole])[0]}, of which no part is dropped"
+            raise ConfigError(f"{word}: {what}: give {group}.{name}=<value>")
+    return [word for word in removed if any(full_key_of(word) in places_of(one) for one in saved)]
+
+
+def _entries(word: str) -> Mapping[Any, Any]:
+    with contextlib.suppress(HydraException):  # Hydra says later what is wrong with it
+        value = parse_override(word).value()
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def with_one_run(arguments: list[str], typed: Sequence[str]) -> list[str]:

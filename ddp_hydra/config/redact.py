@@ -20,9 +20,13 @@ SECRET = {
     "password", "pw", "pwd", "secret", "sig", "signature",
 }  # fmt: skip
 SECRET_AT_THE_END = {"key", "token"}
-"""Words that are secret as the last one, except for numbers below `COUNTS`: "d_key" may be a size of a model."""
-COUNTS = 100_000
-"""Numbers below it, of five digits, are too short to be a key or a token."""
+"""Words that are secret as the last one, except for short numbers: "d_key" may be a size of a model."""
+OF_ACCESS = {
+    "access", "account", "aes", "api", "bearer", "bot", "cipher", "client", "crypto", "decrypt", "decryption",
+    "deploy", "encrypt", "encryption", "gpg", "hmac", "jwt", "license", "login", "master", "private", "recovery",
+    "refresh", "rsa", "security", "session", "sign", "signing", "ssh", "storage", "wallet", "webhook",
+}  # fmt: skip
+"""Words next to which "key" and "token" are no size of a model: numbers of such a name are secret, too."""
 ONE_TIME = {"otp", "passcode"}
 """Words that are secret as the last one; "otp_ratio" is a number of something else."""
 HARMLESS = {
@@ -47,26 +51,32 @@ OF_FILE_KEY = {"ca", "client", "comm", "dask", "distributed", "private", "schedu
 HIDDEN = "***"
 _PEM = re.compile("-----BEGIN [A-Z ]*PRIVATE KEY")
 """Matches a private key itself, whatever the name of the setting."""
-_WORD = re.compile(r"([\w./]+)=([^,\s]+)")
+_WHOLE = r""""[^"]*"|'[^']*'|\{(?:[^{}]|\{[^{}]*\})*\}|\[(?:[^][]|\[[^][]*\])*\]"""
+"""Matches a quoted text, a dict or a list, which may hold commas and spaces."""
+_WORD = re.compile(rf"([\w./]+)=({_WHOLE}|[^,\s]+(?: +\d+(?![^,\s]))*)")
 """Matches an override inside a text, such as hydra.job.override_dirname."""
 _FIELD = re.compile(r"""(?<=[=;'"])([\w./]+)=([^,;\s]+)""")
 """Matches a field of a connection string, which is itself a value."""
-_ENTRY = re.compile(r"""((?<!\$)[{,]\s*["']?)([\w.-]+)(["']?\s*:\s*)("[^"]*"|'[^']*'|\{[^{}]*\}|\[[^][]*\]|[^,}\]]+)""")
+_ENTRY = re.compile(rf"""((?<!\$)[{{,]\s*["']?)([\w.-]+)(["']?\s*:\s*)({_WHOLE}|[^,}}\]]+)""")
 """Matches a key and its value in a dict, as Hydra and JSON write it; not a resolver, as in "${secret:name}"."""
 
-_NUMBER = re.compile(r"[+-]?(?!0\d)(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+_NUMBER = re.compile(r"[+-]?(?!0\d)(\d+\.?\d*|\.\d+)(e[+-]?\d\d?)?", re.IGNORECASE)
 """Matches a number as Hydra reads it: 007 is a text."""
-_OF_SWEEPS = {
-    "choice", "false", "float", "int", "interval", "log", "null", "range", "reverse", "shuffle", "sort", "start",
-    "step", "stop", "tag", "true",
-}  # fmt: skip
-"""Words that stand next to numbers where a sweep is typed: "tag(log, int(interval(4, 64)))"."""
+_DIGITS = 5
+"""A number of so many digits is too short to be a key or a token."""
+_NUMBERS = 4
+"""More numbers in a list may be the bytes of a key."""
+_OF_SWEEPS = re.compile(r"(choice|float|int|interval|range|shuffle|sort|tag)\(|(start|step|stop)=|\)|\[(?!\[)|\]")
+"""Matches what stands next to numbers in lists and sweeps: "tag(log, int(interval(4, 64)))"."""
 
-_PAIR = re.compile(r"""^\s*([\w.-]+)\s*=\s*(.+)|([\w./-]+)["']?\s*:(?:\s+|$)([^,}\]]*)""")
-"""Matches a key and its value in a line of YAML, JSON or TOML."""
+_PAIR = re.compile(
+    r"""^\s*([\w.-]+)\s*=\s*(.+)|([\w./-]+)["']?\s*:(?:\s+|$)"""
+    r"""((?=(\[[^\]]*|\{[^}]*))[{[]|[^,}\]]*(?:,[^:}\]]*(?=[}\]]|$))?)"""
+)
+"""Matches a key and its value in a line of YAML, JSON or TOML. Of a list or a dict, the bracket alone is passed."""
 _SUSPECT = re.compile("|".join([*sorted(SECRET | SECRET_AT_THE_END | ONE_TIME | SHORT), "://"]), re.IGNORECASE)
 """A quick test: matches in every line that may hold a secret, and in some that do not."""
-_NOTHING = ("", "null", "value")
+_NOTHING: tuple[object, ...] = ("", "null", [], "[]", "value")
 """Values that are never secret; the last one stands in the text of --help, which is in each config."""
 _NO_SECRETS = ("", "null", "~", "true", "false", "???", '""', "''", "{", "[")
 
@@ -88,13 +98,17 @@ def is_secret(name: str, value: object, is_typed: bool = False) -> bool:
 
 
 def _is_count(value: object, is_typed: bool) -> bool:
-    """Return whether a value is a number below `COUNTS`, or a list or a sweep of such numbers."""
-    if isinstance(value, list):
-        return all(_is_count(one, is_typed) for one in value)
-    if isinstance(value, str) and is_typed:
-        words = set(re.findall(r"[^\s,()\[\]=]+", value)) - _OF_SWEEPS
-        return all(_NUMBER.fullmatch(word) and abs(float(word)) < COUNTS for word in words)
-    return isinstance(value, int | float) and abs(value) < COUNTS
+    """Return whether a value is a short number, or a list or a sweep of a few of them."""
+    text = value if is_typed and isinstance(value, str) else repr(value)
+    parts = [_OF_SWEEPS.sub("", part).strip() for part in text.split(",")]
+    numbers = [part for part in parts if part not in ("log", "null")]
+    return 0 < len(numbers) <= _NUMBERS and all(map(_is_short, numbers))
+
+
+def _is_short(text: str) -> bool:
+    found = _NUMBER.fullmatch(text)
+    digits = found[1].replace(".", "").strip("0") if found else ""
+    return found is not None and len(digits) <= _DIGITS and abs(float(text)) < 10**_DIGITS
 
 
 def named_secret(name: str) -> bool:
@@ -103,7 +117,7 @@ def named_secret(name: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _kind_of(name: str) -> Literal["", "key", "secret"]:
-    """Return "key" for a name that only ends like that of a secret."""
+    """Return "key" for a name that only ends like that of a secret: a short number of it is none."""
     plain = re.sub("([a-z])([A-Z])", r"\1_\2", re.split("[./]", name)[-1]).lower()
     words = [word for word in re.split("[^a-z]+", plain) if word]
     if words[-1:] and words[-1] in PLACE:
@@ -115,7 +129,9 @@ def _kind_of(name: str) -> Literal["", "key", "secret"]:
     if words[-1:] and (words[-1] in ONE_TIME or (words[-1] in SHORT and not ACCOUNT.isdisjoint(words[-2:-1]))):
         return "secret"
     end = words[-2:-1] if words[-1:] == ["id"] else words[-1:]
-    return "key" if not SECRET_AT_THE_END.isdisjoint(end) and HARMLESS.isdisjoint(words) else ""
+    if SECRET_AT_THE_END.isdisjoint(end) or not HARMLESS.isdisjoint(words):
+        return ""
+    return "key" if OF_ACCESS.isdisjoint(words) else "secret"
 
 
 def holds_secret(value: object) -> bool:
@@ -195,7 +211,10 @@ def secret_line(text: str) -> str | None:
         if not _SUSPECT.search(line) or line.lstrip().startswith("#"):
             continue
         bare_line = line.partition(" #")[0]
-        pairs = ((found[1] or found[3], (found[2] or found[4] or "").strip()) for found in _PAIR.finditer(bare_line))
+        pairs = (
+            (found[1] or found[3], (found[2] or found[5] or found[4] or "").strip(", \t"))
+            for found in _PAIR.finditer(bare_line)
+        )
         if (
             _PEM.search(line)
             or _LOGIN.search(bare_line)
@@ -215,9 +234,16 @@ def _override(text: str) -> str:
         return _shown(f"{name}=", name.partition("@")[0], value)
     text = _LOGIN.sub(lambda found: f"{found[1] or found[2]}{HIDDEN}@", text)
     text = re.sub(r"([?&])([\w.-]+)=([^&\s'\",\]}]+)", lambda part: part[1] + _named(part[2], part[3]), text)
-    for pattern in (_WORD, _FIELD):
-        text = pattern.sub(lambda part: _named(part[1], part[2]), text)
+    text = _WORD.sub(_word, text)
+    text = _FIELD.sub(lambda part: _named(part[1], part[2]), text)
     return _ENTRY.sub(_entry, text)
+
+
+def _word(found: re.Match[str]) -> str:
+    name, value = found.groups()
+    if re.fullmatch(_WHOLE, value) and not named_secret(name):  # it may hold words
+        return f"{name}={value[0]}{_WORD.sub(_word, value[1:])}"
+    return _named(name, value)
 
 
 def _entry(found: re.Match[str]) -> str:

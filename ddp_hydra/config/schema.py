@@ -172,7 +172,7 @@ OF_EVERY_JOB = {entry.name for entry in fields(Config) if entry.name not in SCHE
     for group, schema in SCHEMAS.items()
     for entry in fields(schema)  # type: ignore[arg-type]
 }
-"""Keys that no `~key` can remove."""
+"""Keys that each job needs, with a value of the schema where none is given: Hydra or `check_whole` refuses `~key`."""
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import re
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -207,10 +207,15 @@ class JobQueue:
     def swept_secret(self, overrides: Sequence[str]) -> str:
         """Return the key of a secret of a job that other jobs may have another value of; "" if there is none."""
         hidden = [word.partition("=")[0].lstrip("+~") for word in overrides if redact.without([word]) != [word]]
-        given: Any = OmegaConf.to_container(OmegaConf.select(self.config, "hydra.overrides") or OmegaConf.create({}))
-        words = [word for part in given.values() for word in part] if hidden else []
-        fixed = {word.partition("=")[0].lstrip("+~") for word in words if not parse_override(word).is_sweep_override()}
-        return next((key for key in hidden if key not in fixed), "")
+        if not hidden:
+            return ""
+        params, given = (
+            cast(Any, OmegaConf.to_container(OmegaConf.select(self.config, key) or OmegaConf.create({})))
+            for key in ("hydra.sweeper.params", "hydra.overrides")
+        )
+        words = [f"{key}={value}" for key, value in params.items()] + list(itertools.chain(*given.values()))
+        last = {word.partition("=")[0].lstrip("+~"): word for word in words}
+        return next((key for key in hidden if key not in last or parse_override(last[key]).is_sweep_override()), "")
 
     def variables_of(self, overrides: Sequence[str]) -> list[str]:
         """Return, as words, the variables that the sweep was given and that the config of a job reads."""

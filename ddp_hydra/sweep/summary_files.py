@@ -135,6 +135,7 @@ def _value_in_config(key: str, config: DictConfig, choices: Mapping[str, Any]) -
         return None if option is None else as_typed(option)
     try:
         value = OmegaConf.select(config, key, default=_ABSENT)
+        value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_list(value) else value
     except (OmegaConfBaseException, ValueError):
         return None
     if value is _ABSENT or isinstance(value, DictConfig):

@@ -82,6 +82,22 @@ def test_what_a_run_was_begun_with_by_plus_can_be_removed_and_changed(run, saved
     assert typed.with_resumed_overrides([*given, f"resume={run}"]) == [*found, f"resume={run}"]
 
 
+def test_a_key_of_every_job_that_was_typed_with_its_group_is_not_dropped(run):
+    saved = run / ".hydra" / "overrides.yaml"
+    saved.write_text(json.dumps(["trainer={time_limit_s: 5, epochs: 2}", "a=1"]))
+    said = (
+        r"^~trainer\.time_limit_s: the run was begun with trainer=\{time_limit_s: 5, epochs: 2\}, of which no part is "
+        r"dropped: give trainer\.time_limit_s=<value>$"
+    )
+    with pytest.raises(ConfigError, match=said):
+        typed.with_resumed_overrides(["~trainer.time_limit_s", f"resume={run}"])
+    found = ["trainer={time_limit_s: 5, epochs: 2}", "a=1", "trainer.time_limit_s=null", f"resume={run}"]
+    assert typed.with_resumed_overrides(["trainer.time_limit_s=null", f"resume={run}"]) == found
+    saved.write_text(json.dumps(["trainer={epochs: 2}", "trainer.time_limit_s=5"]))
+    found = ["trainer={epochs: 2}", f"resume={run}"]
+    assert typed.with_resumed_overrides(["~trainer.time_limit_s", f"resume={run}"]) == found
+
+
 def test_a_group_without_an_option_is_told_with_how_its_keys_are_removed():
     said = r"^~callbacks: no option of this group is chosen; leave it out, or remove its keys, '~callbacks\.<key>'$"
     with pytest.raises(ConfigError, match=said):

@@ -138,10 +138,11 @@ def test_secrets_are_found_inside_a_value(text, left):
     [
         "model.d_key=64", "+model.n_token=-0.5", "model.d_key=1,2", "model.d_key=[8,16]", "model.extra_key=range(1,9)",
         "model.d_key=tag(log,int(interval(4, 64)))", "model={d_key: 8, n_token: 1e-3}", "model.d_key=range(1,stop=9)",
-        "a=1,d_key=8,n=2", "model.d_key=[]",
+        "a=1,d_key=8,n=2", "model.d_key=[]", "model.d_key=[8,16],[8,32]", "a=1,d_key=[8,16],n=2", "d_key=null,0.00012",
+        "d_key=choice(8,16,32,64)", "n_token=12.500", "d_key=sort(shuffle(8, 16))",
     ],
 )  # fmt: skip
-def test_numbers_of_five_digits_are_no_keys_nor_tokens(word):
+def test_a_few_numbers_of_five_digits_are_no_keys_nor_tokens(word):
     assert redact.without([word]) == [word]
 
 
@@ -150,12 +151,89 @@ def test_numbers_of_five_digits_are_no_keys_nor_tokens(word):
     [
         "password=1", "db.pin_password=12", "bank_pin=1234", "otp=123", "secret=0", "auth.pwd=12", "api_key=123456",
         "token=100000", "api_key=1,123456", "token=007", "token='12'", "token=a12", "token=1a", "token=[1,x]",
-        "token=0x12", "token=12-34", "token=1 a", "apikey=1",
-        "key={a: 1}",
+        "token=0x12", "token=12-34", "token=1 a", "apikey=1", "key={a: 1}",
+        # Bytes of a key, and numbers in groups.
+        "data.private_key=[174,47,154,16]", "data_key=[174,47,154,16,5]", "encryption_key=[1,2]", "token=1,2,3,4,5",
+        "key=[[1,2],[3,4]]", "recovery_key=12345 67890 12345 67890", "token=12345 67890 12345", "key=12 34,56",
+        # More digits than a size of a model has.
+        "api_key=0.8472618273645182", "token=0.847261", "key=12345.678901234567", "key=[0.8472618273645182]",
+        "key=1e123456", "key=123[456]", "key=12(34)",
+        # Words of a sweep without a number.
+        "token=start", "api_key=tag", "key=log", "key=true", "key=[null]", "key=int()",
     ],
 )  # fmt: skip
 def test_other_numbers_and_all_texts_of_secrets_are_hidden(word):
     assert redact.without([word]) == [f"{word.partition('=')[0]}=***"]
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("a=1,private_key=[174,47,154,16],n=2", "a=1,private_key=***,n=2"),
+        ("a=1,key=[[17,4],[7,154]],n=2", "a=1,key=***,n=2"),
+        ("a=1,key={b: [1, x], c: d},n=2", "a=1,key=***,n=2"),
+        ("a=1,password='b, c',n='token=d e'", "a=1,password=***,n='token=*** e'"),
+        ("tags=[key={key: 123456}, [[[1]]]]", "tags=[key={key: ***}, [[[1]]]]"),
+        ("a=1,tags=[b,token=c,key=[1,x]],n=2", "a=1,tags=[b,token=***,key=***],n=2"),
+        ("a=1,token=12345 67890 12345,n=2", "a=1,token=***,n=2"),
+        ("a={key: [174,47,154,16,5], n: 1}", "a={key: ***, n: 1}"),
+        ("a={key: [[17,4],[7,154]], n: 1}", "a={key: ***, n: 1}"),
+    ],
+)
+def test_all_numbers_of_a_secret_inside_a_value_are_hidden(text, left):
+    assert redact.without([text]) == [left]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"data": {"private_key": [174, 47]}},
+        {"key": [174, 47, 154, 16, 5]},
+        {"key": [[174, 47], [154, 16]]},
+        {"key": [True]},
+        {"token": 0.8472618273645182},
+        {"token": "12345 67890"},
+    ],
+)
+def test_numbers_in_a_config_that_may_be_a_key_are_hidden(config):
+    assert "***" in redact.yaml_text(config)
+    assert redact.holds_secret(config)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "token: 12345 67890 12345",
+        "access_token: 1,234567",
+        "token: 1,234567",
+        "token: 1, x",
+        "token: 1,x",
+        "{n: 1, token: 1,x}",
+        "a: {key: x, d_key: [1, 2]}",
+        "key: {a: 1}",
+        "key: [174, 47, 154, 16, 5]",
+        "key: [1, x]",
+        "key = [174, 47, 154, 16, 5]",
+        '{"private_key": [174, 47], "n": 1}',
+        "sets: [{n: 1}, {password: x}]",
+        "sets: [password: x]",
+        "n: 1, password: x",
+    ],
+)
+def test_a_line_of_a_file_with_numbers_of_a_secret_is_found(line):
+    assert redact.secret_line(f"a: 1\n{line}\n") == line
+
+
+def test_a_line_of_a_file_with_a_small_number_is_none():
+    lines = [
+        "d_key: 8",
+        '{"d_key": [8, 16], "n_token": 5, "b": 1}',
+        "d_key = [1, 2]",
+        "d_key: []",
+        "key: [",
+        '  "d_key": 8,',
+    ]
+    assert redact.secret_line("\n".join(lines)) is None
 
 
 def test_a_number_in_a_config_is_shown_where_one_that_is_typed_is():

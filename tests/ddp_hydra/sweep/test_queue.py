@@ -20,8 +20,9 @@ def row(number: int, override: str) -> JobRow:
     return JobRow(number, [override], str(number), JobState.done)
 
 
-def queue(earlier: list[JobRow], typed: Sequence[str] = ()) -> JobQueue:
-    config = OmegaConf.create({"hydra": {"overrides": {"task": list(typed), "hydra": []}}})
+def queue(earlier: list[JobRow], typed: Sequence[str] = (), **params: str) -> JobQueue:
+    hydra = {"overrides": {"task": list(typed), "hydra": []}, "sweeper": {"params": params or None}}
+    config = OmegaConf.create({"hydra": hydra})
     return JobQueue(Path(), None, config, Need(), earlier, False)
 
 
@@ -66,6 +67,19 @@ def test_a_job_with_a_swept_secret_is_never_one_of_before(key, caplog):
     assert [record.message for record in caplog.records] == [
         f"{key.lstrip('+')} is swept and looks like a secret, which no file keeps: all jobs run anew"
     ]
+
+
+def test_a_secret_that_all_jobs_have_from_the_options_of_the_sweeper_is_not_swept():
+    words = ["password=x", "a=1"]
+    row = queue([], ["a=1,2"], password="x").add(words, 0).row
+    assert queue([row], ["a=1,2"], password="x").add(words, 0).earlier is row
+    assert queue([row], ["a=1,2"], password="x,y").add(words, 0).is_secret
+
+
+def test_of_two_words_for_a_secret_the_last_one_says_whether_it_is_swept():
+    assert queue([], ["password=z", "password=x,y"]).add(["password=z", "password=x"], 0).is_secret
+    assert queue([], ["password=x,y"], password="z").add(["password=z", "password=x"], 0).is_secret
+    assert not queue([], ["password=x,y", "password=z"]).add(["password=x", "password=z"], 0).is_secret
 
 
 def test_a_small_number_is_no_secret_of_a_sweep():

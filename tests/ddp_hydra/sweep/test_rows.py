@@ -87,6 +87,7 @@ CONFIG = OmegaConf.create(
         "kind": Kind.fast,
         "double": "${model.width}",
         "cluster": {"password": "a"},
+        "sizes": {"d_key": [8, "${model.width}"], "private_key": [8, 16], "n": ["${none.such}"]},
     }
 )
 
@@ -105,6 +106,9 @@ CONFIG = OmegaConf.create(
         ("optimizer.far", None),
         ("optimizer.lr.deep", None),
         ("cluster.password", "***"),
+        ("sizes.d_key", "[8,8]"),
+        ("sizes.private_key", "***"),
+        ("sizes.n", None),
         ("a[b", None),
     ],
 )
