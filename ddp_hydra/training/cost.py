@@ -162,9 +162,12 @@ def forward_pass(model: nn.Module, task: Task, update: str, batch: Any, cfg: Dic
     task, fake = copy.copy(task), FakeTensorMode(allow_non_fake_inputs=True)
     if getattr(task, "mix", None) is not None:
         task.__dict__["mix"] = None  # it draws a value, and its operations are few
+    holders = [task, *(one for module in modules_of(task) for one in module.modules())]
+    held = [one for holder in holders for one in vars(holder).values() if isinstance(one, torch.Generator)]
+    copies = {id(one): copy.deepcopy(one) for one in held}  # FakeCopyMode can't
     try:
         with StateGuard(), FakeCopyMode(fake):
-            task = copy.deepcopy(task)
+            task = copy.deepcopy(task, copies)
     except Exception:  # a lock, an open file
         return None
     step, counter, kept = _Step(task, model.train(), update), FlopCounterMode(display=False), _Kept()

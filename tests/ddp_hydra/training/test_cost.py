@@ -89,13 +89,27 @@ class Keeps(Classification):
         return found._replace(loss=found.loss / self.mean)
 
 
+class Draws(Keeps):
+    """Draws by generators of its own."""
+
+    def __init__(self, criterion: Any) -> None:
+        super().__init__(criterion)
+        self.random = torch.Generator()
+        self.teacher.random = torch.Generator()
+
+    def step(self, model: Any, batch: Any) -> Any:
+        drawn = [torch.rand((), generator=one) for one in (self.random, self.teacher.random)]
+        found = super().step(model, batch)
+        return found._replace(loss=found.loss * sum(drawn))
+
+
 class Locked(Keeps):
     def __init__(self, criterion: Any) -> None:
         super().__init__(criterion)
         self.lock = threading.Lock()
 
 
-@pytest.mark.parametrize("kind", [Keeps, Locked])
+@pytest.mark.parametrize("kind", [Keeps, Draws, Locked])
 def test_an_estimate_leaves_the_task_the_logged_means_and_the_generators_as_they_are(kind):
     task, state = kind(F.cross_entropy), torch.get_rng_state()
     weight = task.teacher.weight.clone()
