@@ -120,8 +120,9 @@ def restore_task(
 ) -> None:
     # With the loss.
     if (loss := loss_module(task)) is not None:
+        before = content["config"] if trust else _without_reads(content["config"])
         check = (lambda former: None) if trust else partial(refuse_targets, stored={})
-        saved = loss_state.fitting(loss, content["loss"], content["config"], cfg, data, rank, check)
+        saved = loss_state.fitting(loss, content["loss"], before, cfg, data, rank, check)
         if saved:
             load_part(loss, "loss", type(loss).__name__, plain_state.decode(saved))
     if content["task"] and is_same_task(content["config"], cfg):
@@ -336,8 +337,7 @@ def refuse_targets(
         return any(key == one or (key.startswith(f"{one}.") and str(value) in text) for one, text in typed)
 
     for key, value in redact.values_of(stored):
-        is_read = isinstance(value, str) and "${" in _REFERENCE.sub("", value)  # by a resolver, such as oc.env
-        if is_read and key.partition(".")[0] not in groups and not is_typed(key, value):
+        if _is_read(value) and key.partition(".")[0] not in groups and not is_typed(key, value):
             raise ConfigError(
                 f"{key}={value} is from a checkpoint that is a lone file or from a URL: its config may not read this "
                 f"machine's environment. Type {key}=<value>, or trust=true if you trust it"
@@ -359,6 +359,20 @@ def refuse_targets(
                 "torch.nn, torchvision, torchmetrics, ddp_hydra and this project only. Type trust=true if you trust "
                 "it, or give its run directory on this machine"
             )
+
+
+def _is_read(value: Any) -> bool:
+    # By a resolver, such as oc.env.
+    return isinstance(value, str) and "${" in _REFERENCE.sub("", value)
+
+
+def _without_reads(value: Any) -> Any:
+    # What was typed for a group has passed `refuse_targets`, not what the checkpoint has there.
+    if isinstance(value, dict):
+        return {key: _without_reads(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_reads(one) for one in value]
+    return "???" if _is_read(value) else value
 
 
 def _is_known(target: str) -> bool:

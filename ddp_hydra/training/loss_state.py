@@ -18,6 +18,8 @@ from ddp_hydra.training import builders, plain_state
 from ddp_hydra.training.task_state import fingerprint
 from ddp_hydra.training.train_step import loss_module
 
+_NODES = ("task", "loss")
+
 
 def fitting(
     loss: nn.Module,
@@ -36,26 +38,28 @@ def fitting(
         cfg: the config that the loss was built by.
         data: what its task was built for.
         rank: rank 0 warns.
-        check: raises, if the former config must not be built.
+        check: raises, if the former task and loss must not be built. It gets the ones that have changed.
 
     Returns:
         None, if nothing of the checkpoint fits: the loss begins anew.
     """
     if not saved:
         return None
-    former = _former(before, cfg)
-    if former.task == cfg.task and former.loss == cfg.loss:
+    whole: Any = OmegaConf.to_container(cfg)
+    now = {key: whole.get(key) for key in _NODES}
+    former = _former(before, now)
+    if former == now:
         return saved
     source = _source(cfg, loss)
-    if former[source].get("_target_") != cfg[source].get("_target_"):
+    if (former[source] or {}).get("_target_") != now[source].get("_target_"):
         return None
-    if former[source] == cfg[source] and (source == "loss" or former.loss == cfg.loss):
+    if former[source] == now[source] and (source == "loss" or former["loss"] == now["loss"]):
         return saved
     own = plain_state.encode(loss.state_dict(), "loss")
     trained = {name for name, one in loss.named_parameters(remove_duplicate=False) if one.requires_grad}
     try:
-        check(former)
-        then, now = (_built(one, source, data) for one in (former, cfg))
+        check(OmegaConf.create({key: former[key] for key in _NODES if former[key] != now[key]}))
+        then, fresh = (_built(one, source, data) for one in (OmegaConf.create({**whole, **former}), cfg))
     except Exception as error:  # of a class that takes other arguments now
         if rank == 0:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -66,32 +70,27 @@ def fitting(
         return {name: saved[name] if name in trained and name in saved else value for name, value in own.items()}
     if type(then) is not type(loss):
         return None
-    begun, begin = then.state_dict(), now.state_dict()
+    begun, begin = then.state_dict(), fresh.state_dict()
     kept = {name for name in saved if name in trained or _are_alike(name, begun, begin)}
     return {name: value for name, value in own.items() if name not in kept} | {name: saved[name] for name in kept}
 
 
-def _former(before: Mapping[str, Any], cfg: DictConfig) -> DictConfig:
-    # The config with the task and the loss of the former one.
+def _former(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    # Values only: a text that was escaped would be an interpolation in a config.
     stored = OmegaConf.create(dict(before))
-    nodes = {key: _resolved(stored.get(key) or {}, cfg.get(key) or {}) for key in ("task", "loss")}
-    return OmegaConf.create({**OmegaConf.to_container(cfg), **nodes})  # type: ignore[dict-item]
+    return {key: _resolved(stored, key, now[key]) if key in before else None for key in _NODES}
 
 
-def _resolved(node: Any, now: Mapping[str, Any]) -> dict[str, Any]:
+def _resolved(node: Any, key: Any, own: Any) -> Any:
     # A value that no checkpoint keeps, or that reads the environment of another host, is as it is now.
-    found: dict[str, Any] = {}
-    for key in node:
-        own = now.get(key)
-        try:
-            value = node[key]
-            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_list(value) else value
-        except OmegaConfBaseException:
-            value = own
-        if OmegaConf.is_dict(value):
-            value = _resolved(value, own if isinstance(own, DictConfig) else {})
-        found[key] = own if isinstance(value, str) and HIDDEN in value else value
-    return found
+    try:
+        value = node[key]
+        value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_list(value) else value
+    except OmegaConfBaseException:
+        return own
+    if OmegaConf.is_dict(value):
+        return {name: _resolved(value, name, own.get(name) if isinstance(own, dict) else None) for name in value}
+    return own if isinstance(value, str) and HIDDEN in value else value
 
 
 def _source(cfg: DictConfig, loss: nn.Module) -> str:

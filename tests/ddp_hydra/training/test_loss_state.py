@@ -164,6 +164,46 @@ def test_what_no_checkpoint_keeps_of_the_config_is_no_change(monkeypatch):
     assert loss_state.fitting(loss, saved, before, cfg, None) is saved
 
 
+@pytest.fixture
+def resolved():
+    """Return what a resolver of the project was called with."""
+    found: list[str] = []
+    OmegaConf.register_new_resolver("own_call", lambda text: found.append(text) or 0.3)
+    yield found
+    OmegaConf.clear_resolver("own_call")
+
+
+READS = {"read": "${own_call:x}", "start": "$", "end": "{own_call:x}"}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    "floor", ["${own_call:x}", r"\${own_call:x}", "${mine.read}", "${mine.start}${mine.end}", r"\\\${mine.read}"]
+)
+def test_a_config_that_is_not_trusted_calls_no_resolver(resolved, monkeypatch, floor):
+    monkeypatch.setattr(load_run, "CLASSES", (*load_run.CLASSES, __name__))
+    results.connect(mock.Mock())
+    cfg = OmegaConf.create({**config(), **of_loss(floor=0.5, given=NINE)})
+    before = {**config(), **of_loss(floor=floor, given=[1.0, 1.0, 1.0]), "mine": READS}
+    content = {"task": None, "loss": Counts().state_dict(), "config": before}
+    task: Any = builders.task(cfg, Numbers(9), torch.device("cpu"))
+    load_run.restore_task(task, content, cfg, Numbers(9), trust=False)
+    assert task.criterion.given.tolist() == NINE
+    assert resolved == []
+
+
+def test_only_a_former_task_and_loss_that_are_others_have_to_be_trusted(monkeypatch):
+    monkeypatch.setattr(load_run, "CLASSES", (*load_run.CLASSES, f"{__name__}.Counts"))
+    typed = {
+        "model": {"_target_": "somewhere.Net"},
+        "task": {**config()["task"], "names": {"_target_": "somewhere.Names"}},
+    }
+    before, cfg = {**config(), **of_loss(), **typed}, OmegaConf.create({**config(), **of_loss(floor=0.2), **typed})
+    check = mock.Mock()
+    loss_state.fitting(Counts(), Counts().state_dict(), before, cfg, None, check=check)
+    assert [call.args[0] for call in check.call_args_list] == [{"loss": before["loss"]}]
+
+
 @pytest.mark.usefixtures("group")
 def test_a_config_that_is_not_trusted_is_not_built(capsys, monkeypatch):
     monkeypatch.setattr(load_run, "CLASSES", (*load_run.CLASSES, __name__))
