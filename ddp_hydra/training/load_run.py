@@ -143,11 +143,13 @@ def restore(state: TrainingState, content: Mapping[str, Any], cfg: DictConfig | 
     settings = [
         OptimizerSettings(name, optimizer, schedulers[name], before, now) for name, optimizer in each(state.optimizer)
     ]
-    if any(before.get(part) != now.get(part) for part in ("task", "loss")):
+    nodes = [[config.get(part) for part in ("task", "loss")] for config in (before, now)]
+    if nodes[0] != nodes[1]:
         content = {**content, "epoch_means": None}  # sums of what another task has counted
     if not is_same_task(before, now):
         content = {**content, "task": None}
-    if (loss := state.extras.get("loss")) is not None and cfg is not None:
+    may_differ = nodes[0] != nodes[1] or "${" in str(nodes)  # an interpolation may have another value
+    if (loss := state.extras.get("loss")) is not None and cfg is not None and may_differ:
         fitting = loss_state.fitting(loss, content.get("loss"), before, cfg, data, state.parallel.world.rank)
         content = {**content, "loss": fitting}
     progress = state.extras.get("progress")

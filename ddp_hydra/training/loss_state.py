@@ -85,11 +85,13 @@ def _resolved(node: Any, key: Any, own: Any) -> Any:
     # A value that no checkpoint keeps, or that reads the environment of another host, is as it is now.
     try:
         value = node[key]
-        value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_list(value) else value
     except OmegaConfBaseException:
         return own
     if OmegaConf.is_dict(value):
         return {name: _resolved(value, name, own.get(name) if isinstance(own, dict) else None) for name in value}
+    if OmegaConf.is_list(value):
+        owns = own if isinstance(own, list) else []
+        return [_resolved(value, n, owns[n] if n < len(owns) else None) for n in range(len(value))]
     return own if isinstance(value, str) and HIDDEN in value else value
 
 

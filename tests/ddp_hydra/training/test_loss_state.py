@@ -164,6 +164,38 @@ def test_what_no_checkpoint_keeps_of_the_config_is_no_change(monkeypatch):
     assert loss_state.fitting(loss, saved, before, cfg, None) is saved
 
 
+@pytest.mark.parametrize(
+    ("stored", "now"),
+    [
+        (["https://***@host", "${n}"], ["https://u:pw@host", 3]),
+        ({"urls": ["***"]}, {"urls": ["mine"]}),
+        (r"\${n}", "${n}"),  # ranks get values: the text has no backslash any more
+        (None, None),
+    ],
+    ids=["secret in a list", "secret in a list of a dict", "escaped", "none"],
+)
+def test_a_value_that_reads_the_same_is_no_change(stored, now):
+    before = {**config(), **of_task(Own, given=stored), "loss": None, "n": 3}
+    cfg = OmegaConf.create({**config(), **of_task(Own, given=now), "loss": None, "n": 3})
+    loss, saved = Counts(), Counts().state_dict()
+    assert loss_state.fitting(loss, saved, before, cfg, None) is saved
+
+
+def test_a_resume_without_a_change_builds_no_other_loss(train, monkeypatch):
+    given = {**of_task(Own, kind="weighted"), "loss": None}
+    stopped = train(whole=given, stop_at=("update", 3))
+    monkeypatch.setattr(loss_state, "_former", mock.Mock(side_effect=AssertionError))
+    train(whole=given, resume=stopped.last, max_steps=3, epochs=None)
+
+
+def test_a_resume_finds_a_change_of_a_key_that_the_loss_refers_to(train):
+    first, then = ({**of_loss(given="${weights}"), "weights": weights} for weights in ([1.0, 1.0, 1.0], NINE))
+    stopped = train(whole=first, stop_at=("update", 3))
+    resumed = read(train(whole=then, resume=stopped.last, max_steps=3, epochs=None).last)["loss"]
+    assert resumed["given"].tolist() == NINE
+    assert resumed["counts"].equal(read(stopped.last)["loss"]["counts"])
+
+
 @pytest.fixture
 def resolved():
     """Return what a resolver of the project was called with."""
