@@ -57,12 +57,16 @@ def fitting(
         return saved
     own = plain_state.encode(loss.state_dict(), "loss")
     trained = {name for name, one in loss.named_parameters(remove_duplicate=False) if one.requires_grad}
+    is_checked = False
     try:
         check(OmegaConf.create({key: former[key] for key in _NODES if former[key] != now[key]}))
+        is_checked = True
         then, fresh = (_built(one, source, data) for one in (OmegaConf.create({**whole, **former}), cfg))
     except Exception as error:  # of a class that takes other arguments now
         if rank == 0:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            # A class has got the secrets of this run, and its error may name them.
+            found = type(error.__cause__ or error).__name__ if is_checked else f"{type(error).__name__}: {error}"
+            reason = " ".join(found.split())
             results.warn(
                 f"{type(loss).__name__} can't be built by the former {source} config ({reason:.200}), which would tell "
                 "which of its buffers the config gives: all of them begin anew"

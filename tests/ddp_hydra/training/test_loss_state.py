@@ -236,6 +236,26 @@ def test_only_a_former_task_and_loss_that_are_others_have_to_be_trusted(monkeypa
     assert [call.args[0] for call in check.call_args_list] == [{"loss": before["loss"]}]
 
 
+class Signed(Own):
+    """Tells what it was given."""
+
+    def __init__(self, token: str, level: int) -> None:
+        if level == 1:
+            raise ValueError(token)
+        super().__init__()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_secret_that_a_former_config_is_built_with_is_not_told(capsys):
+    results.connect(mock.Mock())
+    before = {**config(), **of_task(Signed, token="***", level=1)}
+    cfg = OmegaConf.create({**config(), **of_task(Signed, token="mine", level=2)})
+    loss_state.fitting(Counts(), Counts().state_dict(), before, cfg, None)
+    told = capsys.readouterr().err
+    assert "can't be built by the former task config (ValueError), which" in told
+    assert "mine" not in told
+
+
 @pytest.mark.usefixtures("group")
 def test_a_config_that_is_not_trusted_is_not_built(capsys, monkeypatch):
     monkeypatch.setattr(load_run, "CLASSES", (*load_run.CLASSES, __name__))
