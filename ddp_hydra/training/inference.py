@@ -34,7 +34,7 @@ from ddp_hydra.training import build_data, builders, load_run, sharded_checkpoin
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import Rounds, StepConsensus, StopSignal
 from ddp_hydra.training.data_description import DataDescription, length, shown
-from ddp_hydra.training.load_run import TrainedModel, refuse_targets
+from ddp_hydra.training.load_run import TrainedModel, refuse_reads, refuse_targets
 from ddp_hydra.training.run import seed_step
 from ddp_hydra.training.train_step import modules_of
 
@@ -66,9 +66,11 @@ def opened(job: Mapping[str, Any], checkpoint: str, world: World) -> Iterator[In
     heartbeat.at("start", 0)
     content = sharded_checkpoint.send(lambda: load_run.needed(read(Path(checkpoint), whole=False)), world)
     split = job["split"]
+    if not job["trust"]:
+        refuse_reads(content["config"], job["overrides"], job["groups"])
     cfg = checkpoint_config.composed(content["config"], job["overrides"], job["groups"], split)
     if not job["trust"]:
-        refuse_targets(cfg, content["config"], job["overrides"], job["groups"])
+        refuse_targets(cfg, job["overrides"], job["groups"])
     if cfg.data.get(split) is None:
         raise ConfigError(f"this run has no data.{split}: choose a data set with data=<group>, or give split=train")
     builders.set_float32(cfg)

@@ -80,7 +80,7 @@ def load(
         which: the checkpoint of a run directory, "best" or "last".
         overrides: "key=value" changes of the run's config; keys that interpolate them follow.
         split: the only data set that will be read, as by `checkpoint_config.composed`, if the run has it; None: any.
-        trust: build also what `refuse_targets` refuses of a checkpoint that is no run directory's.
+        trust: build also what `refuse_reads` and `refuse_targets` refuse of a checkpoint that is no run directory's.
     """
     project.make_importable(project.layers())
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
@@ -88,9 +88,12 @@ def load(
     before = content["config"]
     content["config"] = OmegaConf.to_container(checkpoint_config.changed(before, overrides))
     split = split if split is not None and (content["config"].get("data") or {}).get(split) else None
+    is_trusted = trust or RunRef.own(run).is_own
+    if not is_trusted:
+        refuse_reads(content["config"], overrides)
     cfg = checkpoint_config.composed(before, overrides, split=split)
-    if not (trust or RunRef.own(run).is_own):
-        refuse_targets(cfg, content["config"], overrides)
+    if not is_trusted:
+        refuse_targets(cfg, overrides)
     return restore_model(content, cfg)
 
 
@@ -121,7 +124,7 @@ def restore_task(
     # With the loss.
     if (loss := loss_module(task)) is not None:
         before = content["config"] if trust else _without_reads(content["config"])
-        check = (lambda former: None) if trust else partial(refuse_targets, stored={})
+        check = (lambda former: None) if trust else refuse_targets
         saved = loss_state.fitting(loss, content["loss"], before, cfg, data, rank, check)
         if saved:
             load_part(loss, "loss", type(loss).__name__, plain_state.decode(saved))
@@ -328,26 +331,23 @@ _REFERENCE = re.compile(r"\$\{(oc\.select:|of_set:)?[\w., -]+\}")
 """Matches an interpolation that reads the config alone."""
 
 
-def refuse_targets(
-    cfg: DictConfig, stored: Mapping[str, Any], words: Sequence[str] = (), groups: Collection[str] = ()
-) -> None:
-    # A target of a checkpoint may do anything, and an interpolation may read more than the config. `stored` is the
-    # checkpoint's config with its interpolations, `words` and `groups` were typed.
-    typed = [word.lstrip("+").partition("=")[::2] for word in words]
-
-    def is_typed(key: str, value: Any) -> bool:
-        return any(key == one or (key.startswith(f"{one}.") and str(value) in text) for one, text in typed)
-
+def refuse_reads(stored: Mapping[str, Any], words: Sequence[str] = (), groups: Collection[str] = ()) -> None:
+    # An interpolation may read more than the config, and a resolver of a project may do anything: none is resolved
+    # before. `stored` is the checkpoint's config with its interpolations, `words` and `groups` were typed.
     for key, value in redact.values_of(stored):
-        if _is_read(value) and key.partition(".")[0] not in groups and not is_typed(key, value):
+        if _is_read(value) and key.partition(".")[0] not in groups and not _is_typed(key, value, words):
             raise ConfigError(
                 f"{key}={value} is from a checkpoint that is a lone file or from a URL: its config may not read this "
                 f"machine's environment. Type {key}=<value>, or trust=true if you trust it"
             )
+
+
+def refuse_targets(cfg: DictConfig, words: Sequence[str] = (), groups: Collection[str] = ()) -> None:
+    # A target of a checkpoint may do anything. `words` and `groups` were typed.
     for key, value in redact.values_of(OmegaConf.to_container(cfg)):
         *around, name = key.split(".")
         group = key.partition(".")[0]
-        if group not in BUILT or group in groups or is_typed(key, value):
+        if group not in BUILT or group in groups or _is_typed(key, value, words):
             continue
         # A text that is an interpolation only now was hidden from OmegaConf by a backslash.
         is_hidden = isinstance(value, str) and "${" in value
@@ -361,6 +361,11 @@ def refuse_targets(
                 "torch.nn, torchvision, torchmetrics, ddp_hydra and this project only. Type trust=true if you trust "
                 "it, or give its run directory on this machine"
             )
+
+
+def _is_typed(key: str, value: Any, words: Sequence[str]) -> bool:
+    typed = (word.lstrip("+").partition("=")[::2] for word in words)
+    return any(key == one or (key.startswith(f"{one}.") and str(value) in text) for one, text in typed)
 
 
 def _is_read(value: Any) -> bool:

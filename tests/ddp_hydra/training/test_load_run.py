@@ -12,7 +12,7 @@ from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.training import load_run
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.load_run import refuse_targets
+from ddp_hydra.training.load_run import refuse_reads, refuse_targets
 from tests.ddp_hydra.training.loop_runs import weights
 
 DATA = {
@@ -58,10 +58,10 @@ def test_there_are_two_checkpoints_to_choose_from(tmp_path):
 def test_a_lone_checkpoint_builds_what_is_known_only(target):
     cfg = OmegaConf.create({"model": {"_target_": "torch.nn.Linear", "head": [{"_target_": target}]}})
     with pytest.raises(ConfigError, match=rf"^model\.head\.0\._target_={target} is from .* Type trust=true"):
-        refuse_targets(cfg, {}, ["model.width=3"])
-    refuse_targets(cfg, {}, groups=["model"])
-    refuse_targets(cfg, {}, [f"model.head.0._target_={target}"])
-    refuse_targets(cfg, {}, [f"+model.head=[{{_target_:{target}}}]"])
+        refuse_targets(cfg, ["model.width=3"])
+    refuse_targets(cfg, groups=["model"])
+    refuse_targets(cfg, [f"model.head.0._target_={target}"])
+    refuse_targets(cfg, [f"+model.head=[{{_target_:{target}}}]"])
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_a_lone_checkpoint_builds_what_is_known_only(target):
 def test_a_lone_checkpoint_lets_no_file_run_code(options):
     cfg = OmegaConf.create({"model": {"_target_": "torch.nn.Linear", **options}})
     with pytest.raises(ConfigError, match=r"^model\..* is from .* Type trust=true"):
-        refuse_targets(cfg, {})
+        refuse_targets(cfg)
 
 
 def test_options_that_run_nothing_are_taken():
     options = {"trust_remote_code": False, "weights_only": True, "attn_implementation": "sdpa", "use_kernels": []}
-    refuse_targets(OmegaConf.create({"model": {"_target_": "torch.nn.Linear", **options}}), {})
+    refuse_targets(OmegaConf.create({"model": {"_target_": "torch.nn.Linear", **options}}))
 
 
 @pytest.mark.parametrize(
@@ -96,33 +96,32 @@ def test_options_that_run_nothing_are_taken():
     ],
 )  # fmt: skip
 def test_a_lone_checkpoint_builds_what_ships_and_what_is_of_the_project(target):
-    refuse_targets(OmegaConf.create({"model": {"_target_": target}, "optimizer": {"_target_": "lion.Lion"}}), {})
+    refuse_targets(OmegaConf.create({"model": {"_target_": target}, "optimizer": {"_target_": "lion.Lion"}}))
 
 
 def test_a_lone_checkpoint_hides_no_interpolation():
     hidden = {"model": {"_target_": "torch.nn.Linear", "head": r"\${optimizer}"}}
     cfg = checkpoint_config.composed({"data": {}, "optimizer": {"_target_": "lion.Lion"}, **hidden})
     with pytest.raises(ConfigError, match=r"^model\.head=\$\{optimizer\} is from a checkpoint"):
-        refuse_targets(cfg, hidden)
+        refuse_targets(cfg)
 
 
 @pytest.mark.parametrize(
     "read", ["${oc.env:TOKEN}", "s3://b/${oc.env:TOKEN,a}", "${oc.${part}:TOKEN}", "${oc.decode:x}"]
 )
 def test_a_lone_checkpoint_reads_no_environment(read):
-    cfg, stored = OmegaConf.create({"data": {"train": {"bucket": "secret"}}}), {"data": {"train": {"bucket": read}}}
+    stored = {"data": {"train": {"bucket": read}}}
     with pytest.raises(
         ConfigError, match=r"^data\.train\.bucket=.*TOKEN|oc.decode.*Type data\.train\.bucket=<value>, or"
-    ) as told:
-        refuse_targets(cfg, stored)
-    assert "secret" not in str(told.value)
-    refuse_targets(cfg, stored, groups=["data"])
-    refuse_targets(cfg, stored, [f"data.train.bucket={read}"])
+    ):
+        refuse_reads(stored)
+    refuse_reads(stored, groups=["data"])
+    refuse_reads(stored, [f"data.train.bucket={read}"])
     kept = {
         "task": {"ignore": "${oc.select:task.ignore,null}"},
         "data": {"a": "${data.b}/x", "c": r"\d{2}", "d": "${of_set:b}"},
     }
-    refuse_targets(cfg, kept)
+    refuse_reads(kept)
 
 
 def test_code_of_a_data_set_is_not_fetched_for_a_lone_checkpoint():
@@ -197,3 +196,13 @@ def test_what_are_no_weights_of_this_model_are_refused(content, said, train, tmp
         torch.save(content, file)
     with pytest.raises(CheckpointError, match=said):
         train(start=file)
+
+
+def test_a_lone_checkpoint_is_refused_before_anything_of_it_is_resolved(monkeypatch, tmp_path):
+    content = {"config": {"data": {"train": {"bucket": "${oc.env:TOKEN}"}}}}
+    monkeypatch.setattr(load_run, "read", lambda path: content)
+    monkeypatch.setattr(load_run, "needed", dict)
+    monkeypatch.setattr(checkpoint_config, "composed", lambda *_, **__: pytest.fail("it was resolved"))
+    (tmp_path / "a.pt").touch()
+    with pytest.raises(ConfigError, match=r"^data\.train\.bucket=.* may not read this machine's environment"):
+        load_run.load(tmp_path / "a.pt")
