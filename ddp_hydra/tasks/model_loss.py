@@ -239,6 +239,14 @@ class ModelLoss(Task):
         self.rules = ("all",)
         return "all"
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rules that the batches have left: the first batch of a resumed run need not tell."""
+        return {"rules": list(self.rules)} if self.rules else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the rules of a checkpoint; without any, the batches tell."""
+        self.rules = tuple(state.get("rules", ()))
+
     def update_metric(self, metric: Any, step: Step) -> None:
         """Give a metric the logits and the labels that count: (answers, classes) and (answers,) for class numbers."""
         scores, labels = step.prediction, step.target
