@@ -243,6 +243,21 @@ def test_the_objective_may_be_what_a_callback_logs_at_each_validation(train):
     assert read(amid.last)["best"] == 1
 
 
+@pytest.mark.parametrize(("every", "bests"), [(2, [8, 16]), (0, [16])])
+def test_without_a_validation_set_the_objective_counts_where_callbacks_are_called(train, every, bests):
+    parts = {**with_callbacks(score=(f"{HERE}.Epochs", {})), "objective": BY_SCORE}
+    run = train(parts=parts, val=0, epochs=4, validate_every_epochs=every, early_stopping_patience=1)
+    assert run.steps_saved == [4, 8, 12, 16]
+    assert [step for step, is_best in run.bests if is_best] == bests
+
+
+class Epochs(Callback):
+    """Logs the number of epochs."""
+
+    def on_validation(self, run: Any) -> None:
+        run.log({"my/score": run.epoch})
+
+
 def test_a_callback_that_leaves_a_validation_out_is_named_and_nothing_is_lost(train):
     found: list[Run] = []
     parts = {**with_callbacks(score=(f"{HERE}.Scores", {"every": 2})), "objective": BY_SCORE}
