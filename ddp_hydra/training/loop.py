@@ -209,6 +209,7 @@ def validate_and_decide(run: TrainingRun, due: Actions, means: Mapping[str, floa
     if not validated or run.validation is None:
         run.log({} if run.stop else means)
     if validated:
+        run.logged = {}  # a resume does not know what was logged before
         run.call("validation")
         run.hear_callbacks()
     metric = run.cfg.objective.metric

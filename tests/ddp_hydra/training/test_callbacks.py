@@ -243,6 +243,30 @@ def test_the_objective_may_be_what_a_callback_logs_at_each_validation(train):
     assert read(amid.last)["best"] == 1
 
 
+class InSteps(Callback):
+    """Logs the score after some steps; it may do so at the first validation, too."""
+
+    def __init__(self, also: bool) -> None:
+        self.also = also
+
+    def on_step(self, run: Any) -> None:
+        if run.step % STEPS == 1:
+            run.log({"my/score": run.step})
+
+    def on_validation(self, run: Any) -> None:
+        if self.also and run.epoch == 1:
+            run.log({"my/score": 0.5})
+
+
+@pytest.mark.parametrize("also", [False, True])
+def test_what_a_callback_logs_after_a_step_is_no_objective_as_a_resume_would_not_know_it(train, also):
+    found: list[Run] = []
+    parts = {**with_callbacks(score=(f"{HERE}.InSteps", {"also": also})), "objective": BY_SCORE}
+    with pytest.raises(ConfigError, match="no callback has logged it for this validation"):
+        train(parts=parts, into=found)
+    assert found[0].steps_saved == ([STEPS, 2 * STEPS] if also else [STEPS])
+
+
 @pytest.mark.parametrize(("every", "bests"), [(2, [8, 16]), (0, [16])])
 def test_without_a_validation_set_the_objective_counts_where_callbacks_are_called(train, every, bests):
     parts = {**with_callbacks(score=(f"{HERE}.Epochs", {})), "objective": BY_SCORE}
