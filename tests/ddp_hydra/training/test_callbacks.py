@@ -20,6 +20,7 @@ from ddp_hydra import results
 from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
 from ddp_hydra.rank.world import World
+from ddp_hydra.tasks import Task
 from ddp_hydra.training import callbacks
 from ddp_hydra.training.callbacks import Callback, Callbacks, Unfreeze, WallClock
 from ddp_hydra.training.checkpoint import read
@@ -241,6 +242,31 @@ def test_the_objective_may_be_what_a_callback_logs_at_each_validation(train):
     check_resume(train, stop_at=("forward", 6), parts=parts, epochs=4)
     amid = train(parts=parts, epochs=1, validate_every_steps=2)
     assert read(amid.last)["best"] == 1
+
+
+class Apart(Task):
+    """Trains the layers of a model apart."""
+
+    def updates(self, step: int) -> tuple[str, str]:
+        return ("0", "1")
+
+    def step(self, model: Any, batch: Any, update: str = "") -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_a_metric_of_an_update_is_the_runs_own_beside_callbacks(train):
+    whole = {
+        **with_callbacks(score=(f"{HERE}.Epochs", {})),
+        "model": {"_target_": f"{HERE}.two_layers"},
+        "parallel": {"_target_": "ddp_hydra.training.parallel.none.Unwrapped"},
+        "task": {"_target_": f"{HERE}.Apart"},
+        "objective": {"metric": "1/lr", "direction": "maximize"},
+    }
+    assert train(whole=whole).bests == [(STEPS, True), (2 * STEPS, False)]
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
 
 
 class InSteps(Callback):
