@@ -13,9 +13,11 @@ from ddp_hydra.errors import ConfigError
 
 OF_A_TASK = ("metric", "direction")
 """Keys of a task's config that say what best.pt goes by if `objective` does not; the task itself doesn't take them."""
+OF_AN_UPDATE = ("lr", "grad_norm", "loss_scale")
+"""Metrics of each update; where it has a name, theirs begin with it: generator/lr."""
 OWN = (
-    *("lr", "grad_norm", "loss_scale", "samples_per_s", "tokens_per_s", "mfu"),
-    *("peak_memory", "data_wait", "slowest_rank"),
+    *OF_AN_UPDATE,
+    *("samples_per_s", "tokens_per_s", "mfu", "peak_memory", "data_wait", "slowest_rank"),
 )
 """Metrics that a run logs itself after some steps, besides those whose names begin with `OWN_PREFIXES`."""
 OWN_PREFIXES = ("train/", "train_epoch/", "data/")
@@ -64,7 +66,8 @@ def direction_of(metric: str) -> str:
 
 
 def is_of_run(metric: str) -> bool:
-    return metric in OWN or metric.startswith((*OWN_PREFIXES, "val/"))
+    is_of_update = metric.rpartition("/")[2] in OF_AN_UPDATE
+    return is_of_update or metric in OWN or metric.startswith((*OWN_PREFIXES, "val/"))
 
 
 def is_of_validation(metric: str) -> bool:
@@ -80,8 +83,8 @@ def check_name(cfg: Any) -> None:
     of = "train" if OmegaConf.select(cfg, "data.val") is None else "val"
     name = f"{of}/{'loss' if '/' in metric else metric}"
     raise ConfigError(
-        f"objective.metric={metric}: metrics of the run begin with train/ or val/, and there is no callback that could "
-        f"log another one: give objective.metric={name}, or +callbacks.<name>._target_=<class>"
+        f"objective.metric={metric}: the run itself logs no metric of that name, and there is no callback that could "
+        f"log one: give objective.metric={name}, or +callbacks.<name>._target_=<class>"
     )
 
 

@@ -106,12 +106,13 @@ def rules_of(
     errors = [(abs((mean if mean == mean else 0.0) - value), rules) for mean, rules in means]
     errors.sort(key=lambda one: (one[0], not one[1][0].startswith("masked")))
     scale = max(value, 0.01)
-    near = [one for one in errors if errors[0][0] >= 0.5 * one[0] - 1e-6 * scale]
+    rounded = max(1e-6, torch.finfo(loss.dtype).eps) * scale
+    near = [one for one in errors if errors[0][0] >= 0.5 * one[0] - rounded]
     found = tuple(rule for _, rules in near for rule in rules)
     if known:
         return found or tuple(known)
     is_near = bool(near) and near[0][0] < 0.01 * scale
-    differ = len(near) < 2 or near[-1][0] - near[0][0] > 1e-6 * scale  # they don't where all logits are 0
+    differ = len(near) < 2 or near[-1][0] - near[0][0] > rounded  # they don't where all logits are 0
     return found if is_near and differ and _are_of_one_shift(found) else ()
 
 
@@ -238,6 +239,14 @@ class ModelLoss(Task):
         )
         self.rules = ("all",)
         return "all"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rules that the batches have left: the first batch of a resumed run need not tell."""
+        return {"rules": list(self.rules)} if self.rules else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the rules of a checkpoint; without any, the batches tell."""
+        self.rules = tuple(state.get("rules", ()))
 
     def update_metric(self, metric: Any, step: Step) -> None:
         """Give a metric the logits and the labels that count: (answers, classes) and (answers,) for class numbers."""

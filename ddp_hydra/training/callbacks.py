@@ -125,7 +125,7 @@ class RunView:
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Log numbers: metrics.jsonl, TensorBoard, and the loggers. The numbers of rank 0 count.
 
-        `objective.metric` may be one that is logged at each validation.
+        `objective.metric` may be one that is logged in each `on_validation`.
 
         Raises:
             ConfigError: a name is one of the run's own.

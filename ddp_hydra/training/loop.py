@@ -209,11 +209,13 @@ def validate_and_decide(run: TrainingRun, due: Actions, means: Mapping[str, floa
     if not validated or run.validation is None:
         run.log({} if run.stop else means)
     if validated:
+        run.logged = {}  # a resume does not know what was logged before
         run.call("validation")
         run.hear_callbacks()
-    validated |= run.validation is None
     metric = run.cfg.objective.metric
-    counts = validated and (bool(means) or objective.is_of_validation(metric))
+    has_new = validated or objective.is_of_run(metric)  # a callback logs it only where it is called
+    validated |= run.validation is None
+    counts = validated and has_new and (bool(means) or objective.is_of_validation(metric))
     if counts:
         run.schedule_progress.judge(run.state.scheduler, run.metrics.get(metric))
     is_unknown = counts and objective.is_unknown(metric, run.metrics)

@@ -57,7 +57,7 @@ class TrainingRun:
         metrics: see `RunView.metrics`.
         stop: the reason to stop early and be resumed, a number of `heartbeat.REASONS`; 0 for none.
         held: metrics of the step that wait for its validation.
-        logged: on rank 0, the last value of each metric that callbacks have logged since the validation before.
+        logged: on rank 0, the last value of each metric that callbacks have logged since the newest validation.
         is_done: a callback has called the run done at a validation.
         ended_by_callback: a callback has called the run done, there or after a step.
         logged_at: the step after which the training metrics were logged last.
@@ -226,7 +226,7 @@ class TrainingRun:
             return
         if self.consensus.decide(stop=self.stop_signal.asked).stop == DONE:
             self.is_done = self.ended_by_callback = True
-        metric, logged, self.logged = self.cfg.objective.metric, self.logged, {}
+        metric, logged = self.cfg.objective.metric, self.logged
         if not objective.is_of_run(metric):
             self.metrics.pop(metric, None)
             self.metrics |= self.world.send(lambda: {metric: logged[metric]} if metric in logged else {})

@@ -84,13 +84,15 @@ def test_an_unknown_metric_is_told_from_one_that_is_not_there_yet():
     assert objective.is_unknown("lrr", {**whole, "lr": 0.1, "samples_per_s": 9.0})
 
 
-@pytest.mark.parametrize("metric", ["val/top5", "train_epoch/loss", "data/retries", "lr", "my/loss", "accuracy"])
+@pytest.mark.parametrize(
+    "metric", ["val/top5", "train_epoch/loss", "data/retries", "lr", "generator/grad_norm", "my/loss", "accuracy"]
+)
 @pytest.mark.parametrize("callbacks", [None, {"mine": None}, {"mine": {"_target_": "models.mine.Mine"}}], ids=str)
 def test_a_name_that_nothing_logs_is_refused_before_a_cluster_starts(metric, callbacks):
     cfg = OmegaConf.merge(config(metric, "minimize"), {"callbacks": callbacks})
     if metric in ("my/loss", "accuracy") and not any((callbacks or {}).values()):
         wanted = f"objective\\.metric=val/{metric.removeprefix('my/')}, or \\+callbacks"
-        with pytest.raises(ConfigError, match=f"no callback that could log another one: give {wanted}"):
+        with pytest.raises(ConfigError, match=f"no callback that could log one: give {wanted}"):
             objective.check_name(cfg)
     else:
         objective.check_name(cfg)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import ModelLoss
-from ddp_hydra.tasks.model_loss import found
+from ddp_hydra.tasks.model_loss import counting, found, rules_of
 from tests.properties.test_losses import CLASSES, SAMPLES, check, cut, labels, numbers
 
 TIME = 4
@@ -225,6 +225,25 @@ def test_a_loss_that_is_not_finite_tells_nothing():
     task.step(made, batch)
     made.scores.weight.data.copy_(weight)
     assert task.step(made, batch).n == 4 * (TIME - 1)
+
+
+@pytest.mark.parametrize("is_shifted", [False, True])
+def test_a_loss_of_low_precision_does_not_decide_what_it_is_too_coarse_for(is_shifted):
+    mask = torch.ones(8, 64, dtype=torch.long)
+    mask[-1, 60:] = 0
+    right, known = ("masked shift", ("shift", "masked shift")) if is_shifted else ("masked all", ("all", "masked all"))
+    firsts: list[tuple[str, ...]] = []
+    for seed in range(100):
+        draws = torch.Generator().manual_seed(seed)
+        logits = 0.3 * torch.randn(8, 64, 50, generator=draws)
+        targets = torch.randint(0, 50, (8, 64), generator=draws)
+        of_mask = every(logits, counting(right, targets, mask)).bfloat16()
+        assert right in rules_of(of_mask, logits, targets, mask, known)
+        of_all = every(logits, counting(known[0], targets, None)).bfloat16()
+        firsts.append(rules_of(of_all, logits, targets))
+    assert set(firsts) <= {(), known}
+    exact = every(logits, counting(right, targets, mask))
+    assert rules_of(exact, logits, targets, mask, known) == (right,)
 
 
 def test_starts_that_count_without_their_ends_are_refused():

@@ -20,6 +20,7 @@ from ddp_hydra import results
 from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
 from ddp_hydra.rank.world import World
+from ddp_hydra.tasks import Task
 from ddp_hydra.training import callbacks
 from ddp_hydra.training.callbacks import Callback, Callbacks, Unfreeze, WallClock
 from ddp_hydra.training.checkpoint import read
@@ -241,6 +242,70 @@ def test_the_objective_may_be_what_a_callback_logs_at_each_validation(train):
     check_resume(train, stop_at=("forward", 6), parts=parts, epochs=4)
     amid = train(parts=parts, epochs=1, validate_every_steps=2)
     assert read(amid.last)["best"] == 1
+
+
+class Apart(Task):
+    """Trains the layers of a model apart."""
+
+    def updates(self, step: int) -> tuple[str, str]:
+        return ("0", "1")
+
+    def step(self, model: Any, batch: Any, update: str = "") -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_a_metric_of_an_update_is_the_runs_own_beside_callbacks(train):
+    whole = {
+        **with_callbacks(score=(f"{HERE}.Epochs", {})),
+        "model": {"_target_": f"{HERE}.two_layers"},
+        "parallel": {"_target_": "ddp_hydra.training.parallel.none.Unwrapped"},
+        "task": {"_target_": f"{HERE}.Apart"},
+        "objective": {"metric": "1/lr", "direction": "maximize"},
+    }
+    assert train(whole=whole).bests == [(STEPS, True), (2 * STEPS, False)]
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+
+
+class InSteps(Callback):
+    """Logs the score after some steps; it may do so at the first validation, too."""
+
+    def __init__(self, also: bool) -> None:
+        self.also = also
+
+    def on_step(self, run: Any) -> None:
+        if run.step % STEPS == 1:
+            run.log({"my/score": run.step})
+
+    def on_validation(self, run: Any) -> None:
+        if self.also and run.epoch == 1:
+            run.log({"my/score": 0.5})
+
+
+@pytest.mark.parametrize("also", [False, True])
+def test_what_a_callback_logs_after_a_step_is_no_objective_as_a_resume_would_not_know_it(train, also):
+    found: list[Run] = []
+    parts = {**with_callbacks(score=(f"{HERE}.InSteps", {"also": also})), "objective": BY_SCORE}
+    with pytest.raises(ConfigError, match="no callback has logged it for this validation"):
+        train(parts=parts, into=found)
+    assert found[0].steps_saved == ([STEPS, 2 * STEPS] if also else [STEPS])
+
+
+@pytest.mark.parametrize(("every", "bests"), [(2, [8, 16]), (0, [16])])
+def test_without_a_validation_set_the_objective_counts_where_callbacks_are_called(train, every, bests):
+    parts = {**with_callbacks(score=(f"{HERE}.Epochs", {})), "objective": BY_SCORE}
+    run = train(parts=parts, val=0, epochs=4, validate_every_epochs=every, early_stopping_patience=1)
+    assert run.steps_saved == [4, 8, 12, 16]
+    assert [step for step, is_best in run.bests if is_best] == bests
+
+
+class Epochs(Callback):
+    """Logs the number of epochs."""
+
+    def on_validation(self, run: Any) -> None:
+        run.log({"my/score": run.epoch})
 
 
 def test_a_callback_that_leaves_a_validation_out_is_named_and_nothing_is_lost(train):

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.training.checkpoint import read
-from tests.ddp_hydra.training.loop_runs import STEPS, Run, flat
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, STEPS, Run, check_resume, flat
 
 
 def test_a_finished_run_that_is_resumed_has_nothing_to_do(train):
@@ -189,3 +191,51 @@ def test_a_validation_that_was_stopped_is_not_logged_and_comes_first_when_resume
 def test_a_run_whose_time_is_up_makes_one_step_and_saves_it(train):
     run = train(time_limit_s=0.0)
     assert (run.value["steps"], run.steps_saved, run.value["interrupted"]) == (1, [1], "time_limit")
+
+
+class Padded:
+    """Texts: one of the second batch has padding, and the later batches have one token only, whose scores stay 0."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        labels = (torch.arange(6) + index) % 3
+        ids = labels if index < 4 else torch.full((6,), 3)
+        return {
+            "input_ids": ids,
+            "labels": labels,
+            "attention_mask": (torch.arange(6) < (4 if index == 3 else 6)).long(),
+        }
+
+
+class LeavesOutPadding(nn.Module):
+    """Computes its own loss, of tokens that are no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Embedding(4, 3, padding_idx=3)
+        nn.init.normal_(self.scores.weight[:3].detach(), generator=torch.Generator().manual_seed(0))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        scores = self.scores(input_ids)
+        counted = labels.where(attention_mask == 1, -100)
+        return {"loss": F.cross_entropy(scores.flatten(0, 1), counted.flatten()), "logits": scores}
+
+
+@pytest.mark.parametrize("policy", ["abort", "skip"])
+def test_what_the_batches_have_told_of_a_loss_is_kept_where_the_first_batch_of_a_resume_tells_nothing(
+    train, capsys, policy
+):
+    whole = {
+        **BY_LOSS,
+        "model": {"_target_": f"{__name__}.LeavesOutPadding"},
+        "task": {"_target_": "ddp_hydra.tasks.ModelLoss", "metric": "loss"},
+        "sampler": {"_target_": "ddp_hydra.data.samplers.Distributed", "seed": 0, "shuffle": False},
+    }
+    run, _ = check_resume(train, whole=whole, data=Padded, val=0, on_nonfinite=policy)
+    assert flat(read(run.last)["task"]) == {"own": {"rules": ["masked all"]}, "parts": {}}
+    assert "ModelLoss" not in capsys.readouterr().err
