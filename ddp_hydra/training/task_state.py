@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ddp_hydra import results
 from ddp_hydra.errors import CheckpointError
@@ -154,7 +155,7 @@ class TaskState:
                 continue
             if isinstance(value, nn.Module) and weights.tensors_of(value):
                 yield f"{kind}.{name}", None, f"make it in __init__ or in the model, or define {kind}.{pair}"
-            elif (found := fingerprint(value)) is not None:
+            elif (found := noticed(value)) is not None:
                 entries = value.values() if isinstance(value, dict) else value
                 holds_modules = isinstance(value, list | tuple | dict) and any(
                     isinstance(one, nn.Module) for one in entries
@@ -166,7 +167,7 @@ class TaskState:
             pair = "get_extra_state() and set_extra_state(state), or make it a buffer"
             is_saved = type(criterion).get_extra_state is not nn.Module.get_extra_state
         for name, value in getattr(criterion, "__dict__", {}).items() if not is_saved else ():
-            if name not in _OF_MODULES and (found := fingerprint(value)) is not None:
+            if name not in _OF_MODULES and (found := noticed(value)) is not None:
                 yield f"{kind}.{name}", found, f"define {kind}.{pair}"
 
 
@@ -176,6 +177,14 @@ _OF_MODULES = vars(nn.Module()).keys()
 def has_state(part: Any) -> bool:
     methods = (getattr(part, name, None) for name in ("state_dict", "load_state_dict"))
     return not isinstance(part, type) and all(map(callable, methods))
+
+
+def noticed(value: Any) -> Any:
+    # A fingerprint for a warning, which ends no run: None for a value that has none, as an array without memory.
+    try:
+        return fingerprint(value)
+    except Exception:
+        return None
 
 
 def fingerprint(value: Any, depth: int = 0) -> Any:
@@ -223,8 +232,8 @@ def checksum(tensors: Iterable[Tensor]) -> list[Any]:
     sums: list[Tensor] = []
     layouts: list[Any] = []
     for tensor in tensors:
-        is_strided = tensor.layout is torch.strided and not (is_wrapped(tensor) or tensor.is_quantized)
-        if tensor.is_meta or not is_strided:
+        is_strided = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+        if is_lazy(tensor) or is_wrapped(tensor) or tensor.is_meta or not is_strided:
             layouts.append(tensor._version)
             continue
         found = dense(tensor.detach())

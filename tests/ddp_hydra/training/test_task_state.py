@@ -286,6 +286,37 @@ def test_of_a_long_collection_both_ends_count():
     assert fingerprint(given) == fingerprint(given)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_a_layer_without_numbers_and_a_nested_tensor_have_a_fingerprint(layout):
+    given: list[Any] = [nn.LazyLinear(3), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)]
+    before = fingerprint(given)
+    assert fingerprint(given) == before
+    given[0](torch.ones(1, 4))
+    assert fingerprint(given) != before
+
+
+class Unready(Task):
+    """Holds models that are not used yet, and one whose state can't be told."""
+
+    class Untold(nn.Linear):
+        def get_extra_state(self) -> Any:
+            raise RuntimeError("not yet")
+
+        def set_extra_state(self, state: Any) -> None: ...
+
+    def __init__(self) -> None:
+        self.heads, self.untold = [nn.LazyLinear(3)], [self.Untold(4, 3)]
+
+    def step(self, model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_a_warning_ends_no_run(train, capsys):
+    train(whole=parts_of(Unready))
+    assert capsys.readouterr().err == ""
+
+
 class Growing(Steps):
     """A loss that is no module."""
 
