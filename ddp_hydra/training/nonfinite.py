@@ -57,7 +57,8 @@ class NonFiniteHandler:
         self.policy, self.max_steps, self.state = policy, max_steps, state
         self.task: TaskState | None = state.extras.get("task")
         of_task = modules_of(self.task.task) if self.task is not None else []
-        self.buffers = BufferCopy(state.model, *of_task) if policy != "abort" else None
+        self.buffers = BufferCopy(state.model) if policy != "abort" else None
+        self.task_buffers = BufferCopy(*(of_task if policy != "abort" else ()), removes_new=True)
         self.moving: set[str] = set()  # the task's modules that its steps write
         self.copies: dict[nn.Parameter, Tensor] = {}  # of their parameters
         self.put_rest_back: Callable[[], None] | None = None
@@ -95,6 +96,7 @@ class NonFiniteHandler:
         if self.buffers is None:
             return
         self.buffers.save()
+        self.task_buffers.save()
         if self.task is not None:
             if self.is_first and self.put_rest_back is not None:  # the step before was not left out
                 self.is_first = False
@@ -118,6 +120,7 @@ class NonFiniteHandler:
             raise NonFiniteLoss(self._message(step, found, rank, samples), consequence=rank != found.bad_rank)
         if self.buffers is not None:
             self.buffers.put_back()
+            self.task_buffers.put_back()
         for parameter, copied in self.copies.items():
             parameter.copy_(copied)
         if self.task is not None and self.is_first:  # until now, what changes was as it was built

@@ -139,6 +139,37 @@ def test_a_step_that_is_left_out_moves_nothing_of_the_task(train, policy):
     assert of_task["parts"]["norm"]["running_var"].isfinite().all()
 
 
+class Late(nn.Module):
+    """Makes its buffer in the first step."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "counts"):
+            self.register_buffer("counts", torch.zeros(()))
+        if self.training:
+            self.counts += len(y) + 0 * x.detach().mean()
+        return F.cross_entropy(x, y)
+
+
+class WithLate(Task):
+    """Has such a module of its own."""
+
+    def __init__(self) -> None:
+        self.late = Late()
+
+    def step(self, model: Any, batch: Any) -> Step:
+        return Step(self.late(model(batch[0]), batch[1]), len(batch[1]))
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("place", ["task", "loss"])
+def test_a_buffer_that_a_step_has_made_goes_with_the_step(train, policy, place):
+    whole = parts_of(WithLate) if place == "task" else {"loss": {"_target_": f"{__name__}.Late"}}
+    saved = read(train(whole={**BY_LOSS, **whole}, data=WithNan, on_nonfinite=policy).last)
+    of_task = saved["task"]["parts"]["late"] if place == "task" else saved["loss"]
+    assert saved["nonfinite"] == [1, 7]
+    assert of_task["counts"] == 2 * (8 - 2)
+
+
 class Spoilt(Task):
     """Its teacher gets numbers that are not finite, though the losses are; masks are infinite on purpose."""
 
