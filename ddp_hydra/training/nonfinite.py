@@ -60,7 +60,7 @@ class NonFiniteHandler:
         self.buffers = BufferCopy(state.model) if policy != "abort" else None
         self.task_buffers = BufferCopy(*(of_task if policy != "abort" else ()), removes_new=True)
         self.moving: set[str] = set()  # the task's modules that its steps write
-        self.copies: dict[nn.Parameter, Tensor] = {}  # of their parameters
+        self.copies: dict[nn.Parameter, Tensor] = {}  # of their parameters, and of the loss's that no optimizer trains
         self.put_rest_back: Callable[[], None] | None = None
         self.is_first = True
         self.checkpoint: Callable[[], dict[str, Any]] | None = None
@@ -83,7 +83,7 @@ class NonFiniteHandler:
         # After the first step and at each checkpoint. A frozen teacher is not copied.
         if self.buffers is not None and self.task is not None:
             self.moving, known = self.task.changed(), self.copies
-            moved = self.task.parameters_of(self.moving)
+            moved = [*self.task.parameters_of(self.moving), *self.task.moved_of_loss()]
             self.copies = {one: known[one] if one in known else torch.empty_like(one) for one in moved}
 
     @property
@@ -125,6 +125,8 @@ class NonFiniteHandler:
             parameter.copy_(copied)
         if self.task is not None and self.is_first:  # until now, what changes was as it was built
             self.task.build_again(self.task.changed() - self.moving)
+            if not all(one in self.copies for one in self.task.moved_of_loss()):
+                self.task.build_loss_again()
         if self.put_rest_back is not None:
             self.put_rest_back()
             self.put_rest_back = None

@@ -53,6 +53,7 @@ class TaskState:
 
     Attributes:
         built: checksums of the modules as they were built.
+        built_loss: a checksum of the loss's parameters that no optimizer trains.
         infinite: names of tensors that held infinite values then, as masks do.
     """
 
@@ -62,6 +63,7 @@ class TaskState:
         own = vars(self.task).items()
         self.parts = {name: part for name, part in own if has_state(part) and part is not loss}
         self.built = {name: checksum_of(part) for name, part in self.modules.items()}
+        self.built_loss = checksum(frozen_of_loss(self.task).values())
         self.infinite = {name for name, one in self.named_weights() if not is_finite(one)}
         extra = (module for part in modules_of(self.task) for module in with_extra_state(part))
         self.with_extra_state = list(dict.fromkeys(extra))
@@ -106,6 +108,16 @@ class TaskState:
 
     def parameters_of(self, names: Iterable[str]) -> list[nn.Parameter]:
         return [one for name in names for one in self.modules[name].parameters()]
+
+    def moved_of_loss(self) -> list[nn.Parameter]:
+        # What steps write in a loss and no optimizer trains, as a center: none of a frozen network.
+        frozen = list(frozen_of_loss(self.task).values())
+        return frozen if checksum(frozen) != self.built_loss else []
+
+    def build_loss_again(self) -> None:
+        made = frozen_of_loss(self.make())
+        for name, one in frozen_of_loss(self.task).items():
+            one.copy_(made[name])
 
     def build_again(self, names: Collection[str]) -> None:
         made = vars(self.make()) if names else {}
@@ -172,6 +184,12 @@ class TaskState:
 
 
 _OF_MODULES = vars(nn.Module()).keys()
+
+
+def frozen_of_loss(task: Task) -> dict[str, nn.Parameter]:
+    loss = loss_module(task)
+    named = loss.named_parameters() if loss is not None else ()
+    return {name: one for name, one in named if not one.requires_grad}
 
 
 def has_state(part: Any) -> bool:

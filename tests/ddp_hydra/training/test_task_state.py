@@ -170,6 +170,27 @@ def test_a_buffer_that_a_step_has_made_goes_with_the_step(train, policy, place):
     assert of_task["counts"] == 2 * (8 - 2)
 
 
+class Centered(nn.Module):
+    """Moves a center that no optimizer trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.center.add_(x.detach().mean() * 0 + 1)
+        return F.cross_entropy(x - self.center, y)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_step_that_is_left_out_moves_no_center_of_a_loss(train, policy):
+    whole = {**BY_LOSS, "loss": {"_target_": f"{__name__}.Centered"}}
+    saved = read(train(whole=whole, data=WithNan, on_nonfinite=policy).last)
+    assert saved["nonfinite"] == [1, 7]
+    assert saved["loss"]["center"].tolist() == [8 - 2] * 3
+
+
 class Spoilt(Task):
     """Its teacher gets numbers that are not finite, though the losses are; masks are infinite on purpose."""
 
