@@ -236,7 +236,7 @@ def load_part(part: Any, group: str, name: str, saved: Any) -> None:
 
 
 def with_extra_state(part: nn.Module) -> list[nn.Module]:
-    return [one for one in part.modules() if type(one).get_extra_state is not nn.Module.get_extra_state]
+    return [module for _, module in weights.with_extra_state(part)]
 
 
 def checksum_of(part: nn.Module) -> list[Any]:

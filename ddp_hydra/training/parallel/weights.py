@@ -308,10 +308,12 @@ def restored_state(model: nn.Module) -> Iterator[None]:
 
 
 def with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    # Those that take it back, too: torch's own `set_extra_state` raises.
+    methods = ("get_extra_state", "set_extra_state")
     return [
         (name, module)
         for name, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
+        if all(getattr(type(module), method) is not getattr(nn.Module, method) for method in methods)
     ]
 
 

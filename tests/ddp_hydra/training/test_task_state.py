@@ -23,6 +23,7 @@ from ddp_hydra.training import builders, inference
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import StopSignal
 from ddp_hydra.training.loop import fit
+from ddp_hydra.training.parallel import weights
 from ddp_hydra.training.run import TrainingRun
 from ddp_hydra.training.task_state import checksum, fingerprint
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, check_resume, config, flat, same
@@ -189,6 +190,21 @@ def test_a_step_that_is_left_out_moves_no_center_of_a_loss(train, policy):
     saved = read(train(whole=whole, data=WithNan, on_nonfinite=policy).last)
     assert saved["nonfinite"] == [1, 7]
     assert saved["loss"]["center"].tolist() == [8 - 2] * 3
+
+
+class Versioned(nn.CrossEntropyLoss):
+    """Saves what it does not take back."""
+
+    def get_extra_state(self) -> int:
+        return 1
+
+
+def test_an_extra_state_that_no_method_takes_is_not_put_back(train):
+    whole = {**BY_LOSS, "loss": {"_target_": f"{__name__}.Versioned"}}
+    assert read(train(whole=whole, data=WithNan, on_nonfinite="skip").last)["nonfinite"] == [1, 7]
+    model = nn.Sequential(Versioned())
+    with weights.restored_state(model):
+        pass
 
 
 class Spoilt(Task):
