@@ -103,7 +103,7 @@ class NonFiniteHandler:
                 self._find_moving()
             for parameter, copied in self.copies.items():
                 copied.copy_(parameter)
-            self.put_rest_back = self.task.copy_rest()
+            self.put_rest_back = self.task.copy_rest(self.moving)
 
     @torch.no_grad()
     def handle(self, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import zlib
@@ -22,7 +23,7 @@ from ddp_hydra.training import plain_state
 from ddp_hydra.training.finite import STATISTICS, is_finite
 from ddp_hydra.training.parallel import weights
 from ddp_hydra.training.plain_state import is_wrapped
-from ddp_hydra.training.train_step import loss_module, modules_of
+from ddp_hydra.training.train_step import loss_module
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size: the types as which the numbers of any type are added up."""
@@ -65,8 +66,6 @@ class TaskState:
         self.built = {name: checksum_of(part) for name, part in self.modules.items()}
         self.built_loss = checksum(frozen_of_loss(self.task).values())
         self.infinite = {name for name, one in self.named_weights() if not is_finite(one)}
-        extra = (module for part in modules_of(self.task) for module in with_extra_state(part))
-        self.with_extra_state = list(dict.fromkeys(extra))
         self.tells_own = type(self.task).state_dict is not Task.state_dict
         self.values: dict[str, Any] = {}
         self.told: set[str] = set()
@@ -124,20 +123,25 @@ class TaskState:
         for name in names:
             load_part(self.parts[name], "task", f"{type(self.task).__name__}.{name}", made[name].state_dict())
 
-    def copy_rest(self) -> Callable[[], None]:
-        # Copy what the task and its loss keep outside of their modules' tensors. The function puts it back.
-        owners = [self.task] if self.tells_own else []
-        owners += [part for name, part in self.parts.items() if name not in self.built]
-        states = [one.state_dict() for one in owners], [one.get_extra_state() for one in self.with_extra_state]
+    def copy_rest(self, moving: Collection[str]) -> Callable[[], None]:
+        # Copy what the task and its loss keep outside of their modules' tensors. The function puts it back. Of modules
+        # that steps do not write, nothing is copied.
+        owners: dict[str, Any] = {"own": self.task} if self.tells_own else {}
+        owners |= {f"parts.{name}": part for name, part in self.parts.items() if name not in self.built}
         clone = plain_state.once(lambda tensor, _: tensor.detach().clone(), {})
-        copied = plain_state.encode(states, copy=clone)
+        copied = plain_state.encode({name: one.state_dict() for name, one in owners.items()}, "task", clone)
+        extra: dict[nn.Module, Any] = {}
+        loss = loss_module(self.task)
+        for part in (*([loss] if loss is not None else []), *(self.modules[name] for name in moving)):
+            for module in with_extra_state(part):
+                with contextlib.suppress(CheckpointError):  # a checkpoint can't hold it either, and says so
+                    extra[module] = plain_state.encode(module.get_extra_state(), copy=clone)
 
         def put_back() -> None:
-            of_owners, extra = plain_state.decode(copied)
-            for owner, state in zip(owners, of_owners, strict=True):
-                owner.load_state_dict(state)
-            for module, state in zip(self.with_extra_state, extra, strict=True):
-                module.set_extra_state(state)
+            for name, state in plain_state.decode(copied).items():
+                owners[name].load_state_dict(state)
+            for module, state in extra.items():
+                module.set_extra_state(plain_state.decode(state))
 
         return put_back
 

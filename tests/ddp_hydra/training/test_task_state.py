@@ -207,6 +207,50 @@ def test_an_extra_state_that_no_method_takes_is_not_put_back(train):
         pass
 
 
+class Odd(nn.Linear):
+    """Has an extra state that no checkpoint holds."""
+
+    def get_extra_state(self) -> Any:
+        return Steps()
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+class Counted(nn.Linear):
+    """Counts its steps in a plain attribute."""
+
+    n = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += torch.is_grad_enabled()
+        return super().forward(x)
+
+    def get_extra_state(self) -> int:
+        return self.n
+
+    def set_extra_state(self, state: int) -> None:
+        self.n = state
+
+
+class Taught(Task):
+    """Has two teachers."""
+
+    def __init__(self) -> None:
+        self.odd, self.counted = Odd(4, 3).requires_grad_(False), Counted(4, 3).requires_grad_(False)
+
+    def step(self, model: Any, batch: Any) -> Any:
+        goal = self.odd(batch[0]) + self.counted(batch[0])
+        return F.mse_loss(model(batch[0]), goal)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_step_that_is_left_out_leaves_the_extra_states_of_teachers(train, policy):
+    saved = read(train(whole=parts_of(Taught), data=WithNan, on_nonfinite=policy).last)
+    assert saved["nonfinite"] == [1, 7]
+    assert saved["task"]["parts"]["odd"] is None, "it has not changed"
+    assert saved["task"]["parts"]["counted"]["_extra_state"] == 8 - 2
+
+
 class Spoilt(Task):
     """Its teacher gets numbers that are not finite, though the losses are; masks are infinite on purpose."""
 
