@@ -153,28 +153,29 @@ class TaskState:
         if state["own"]:
             load_part(self.task, "task", type(self.task).__name__, state["own"])
 
-    def tell_unsaved(self) -> None:
-        # The first call is after a step: what the first steps set for good, as a mask, begins alike in a resumed run.
-        for name, value, advice in self._unsaved():
+    def tell_unsaved(self, *modules: nn.Module) -> None:
+        # Checkpoints have the modules, as the trained model, also where the task holds them. The first call is after a
+        # step: what the first steps set for good, as a mask, begins alike in a resumed run.
+        for name, value, advice in self._unsaved({one for module in modules for one in module.parameters()}):
             is_new_module = value is None
             if (is_new_module or self.values.setdefault(name, value) != value) and name not in self.told:
                 self.told.add(name)
                 what = "is made" if is_new_module else "changes"
                 results.warn(f"{name} {what} while training, and a resumed run would begin it anew: {advice}")
 
-    def _unsaved(self) -> Iterator[tuple[str, Any, str]]:
+    def _unsaved(self, saved: Collection[Tensor]) -> Iterator[tuple[str, Any, str]]:
         # Names of what no checkpoint has, their fingerprints (None: a module that a step has made), and what to do.
         task, criterion = self.task, getattr(self.task, "criterion", None)
         pair, kind = "state_dict() and load_state_dict(state)", type(task).__name__
         for name, value in vars(task).items() if not self.tells_own else ():
-            if name in self.parts or value is criterion:
+            if name in self.parts or value is criterion or is_saved_in(saved, value):
                 continue
             if isinstance(value, nn.Module) and weights.tensors_of(value):
                 yield f"{kind}.{name}", None, f"make it in __init__ or in the model, or define {kind}.{pair}"
-            elif (found := noticed(value)) is not None:
+            elif (found := noticed(value, saved)) is not None:
                 entries = value.values() if isinstance(value, dict) else value
                 holds_modules = isinstance(value, list | tuple | dict) and any(
-                    isinstance(one, nn.Module) for one in entries
+                    isinstance(one, nn.Module) and not is_saved_in(saved, one) for one in entries
                 )
                 instead = f"make it an nn.Module{'Dict' if isinstance(value, dict) else 'List'}, or "
                 yield f"{kind}.{name}", found, f"{instead if holds_modules else ''}define {kind}.{pair}"
@@ -183,7 +184,7 @@ class TaskState:
             pair = "get_extra_state() and set_extra_state(state), or make it a buffer"
             is_saved = type(criterion).get_extra_state is not nn.Module.get_extra_state
         for name, value in getattr(criterion, "__dict__", {}).items() if not is_saved else ():
-            if name not in _OF_MODULES and (found := noticed(value)) is not None:
+            if name not in _OF_MODULES and (found := noticed(value, saved)) is not None:
                 yield f"{kind}.{name}", found, f"define {kind}.{pair}"
 
 
@@ -201,16 +202,24 @@ def has_state(part: Any) -> bool:
     return not isinstance(part, type) and all(map(callable, methods))
 
 
-def noticed(value: Any) -> Any:
+def is_saved_in(saved: Collection[Tensor], value: Any) -> bool:
+    # Whether it is one of these parameters, or a module of them.
+    own = list(value.parameters()) if isinstance(value, nn.Module) else [value]
+    return bool(own) and all(isinstance(one, Tensor) and one in saved for one in own)
+
+
+def noticed(value: Any, saved: Collection[Tensor]) -> Any:
     # A fingerprint for a warning, which ends no run: None for a value that has none, as an array without memory.
     try:
-        return fingerprint(value)
+        return fingerprint(value, saved)
     except Exception:
         return None
 
 
-def fingerprint(value: Any, depth: int = 0) -> Any:
+def fingerprint(value: Any, saved: Collection[Tensor] = (), depth: int = 0) -> Any:
     # Of a value that a resumed task may need; None for others. Of long collections, it looks at both ends.
+    if saved and is_saved_in(saved, value):
+        return None
     if isinstance(value, Tensor):
         return checksum([value])
     if isinstance(value, nn.Module):
@@ -220,7 +229,7 @@ def fingerprint(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list | tuple | dict | set | deque):
         entries = list(value.items() if isinstance(value, dict) else value)
         ends = entries if len(entries) <= 2 * _OF_AN_END else entries[:_OF_AN_END] + entries[-_OF_AN_END:]
-        return [len(entries), *(fingerprint(one, depth + 1) for one in ends if depth < _DEPTH)]
+        return [len(entries), *(fingerprint(one, saved, depth + 1) for one in ends if depth < _DEPTH)]
     for kind, state_of in _GENERATORS.items():
         if isinstance(value, kind):
             return zlib.crc32(state_of(value))

@@ -390,6 +390,25 @@ def test_what_changes_in_collections_and_generators_is_told(train, capsys):
     }
 
 
+class Holding(Task):
+    """Holds the trained model, a part of it and a parameter."""
+
+    def __init__(self) -> None:
+        self.held: Any = []
+
+    def step(self, model: Any, batch: Any) -> Any:
+        self.held = [model, {"parameter": model.weight}]
+        self.model, self.by_name = model, {"part": next(model.children(), model)}
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("parallel", ["ddp.DDP", "fsdp2.FSDP2"])
+def test_the_trained_model_in_a_task_is_not_told(train, capsys, parallel):
+    parts = {"parallel": {"_target_": f"ddp_hydra.training.parallel.{parallel}"}}
+    train(whole=parts_of(Holding), parts=parts, ema_decay=0.9)
+    assert "Holding" not in capsys.readouterr().err
+
+
 def test_of_a_long_collection_both_ends_count():
     given = list(range(1000))
     assert fingerprint(given) == fingerprint(list(given)) != fingerprint([*given[1:], 0])
