@@ -110,10 +110,11 @@ class Evaluation:
 
 
 def copied(task: Task, device: torch.device, world: World) -> Task | None:
-    # None if it holds a lock or an open file, or too much for the memory that is free, as a large teacher.
+    # None if it holds a lock or an open file, or too much for the memory that is free, as a large teacher or array.
     sharing = 1 if device.type == "cuda" else world.size
     try:
-        size = sum(one.nbytes for module in modules_of(task) for one in tensors_of(module))
+        arrays = [one for one in vars(task).values() if isinstance(one, Tensor | np.ndarray)]
+        size = sum(one.nbytes for one in (*arrays, *(one for module in modules_of(task) for one in tensors_of(module))))
         return None if size * sharing > memory.free_bytes(device) / 2 else copy.deepcopy(task)
     except Exception:
         return None

@@ -57,9 +57,10 @@ class NonFiniteHandler:
         self.policy, self.max_steps, self.state = policy, max_steps, state
         self.task: TaskState | None = state.extras.get("task")
         of_task = modules_of(self.task.task) if self.task is not None else []
-        self.buffers = BufferCopy(state.model, *of_task) if policy != "abort" else None
+        self.buffers = BufferCopy(state.model) if policy != "abort" else None
+        self.task_buffers = BufferCopy(*(of_task if policy != "abort" else ()), removes_new=True)
         self.moving: set[str] = set()  # the task's modules that its steps write
-        self.copies: dict[nn.Parameter, Tensor] = {}  # of their parameters
+        self.copies: dict[nn.Parameter, Tensor] = {}  # of their parameters, and of the loss's that no optimizer trains
         self.put_rest_back: Callable[[], None] | None = None
         self.is_first = True
         self.checkpoint: Callable[[], dict[str, Any]] | None = None
@@ -82,7 +83,7 @@ class NonFiniteHandler:
         # After the first step and at each checkpoint. A frozen teacher is not copied.
         if self.buffers is not None and self.task is not None:
             self.moving, known = self.task.changed(), self.copies
-            moved = self.task.parameters_of(self.moving)
+            moved = [*self.task.parameters_of(self.moving), *self.task.moved_of_loss()]
             self.copies = {one: known[one] if one in known else torch.empty_like(one) for one in moved}
 
     @property
@@ -95,13 +96,14 @@ class NonFiniteHandler:
         if self.buffers is None:
             return
         self.buffers.save()
+        self.task_buffers.save()
         if self.task is not None:
             if self.is_first and self.put_rest_back is not None:  # the step before was not left out
                 self.is_first = False
                 self._find_moving()
             for parameter, copied in self.copies.items():
                 copied.copy_(parameter)
-            self.put_rest_back = self.task.copy_rest()
+            self.put_rest_back = self.task.copy_rest(self.moving)
 
     @torch.no_grad()
     def handle(self, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> bool:
@@ -118,10 +120,13 @@ class NonFiniteHandler:
             raise NonFiniteLoss(self._message(step, found, rank, samples), consequence=rank != found.bad_rank)
         if self.buffers is not None:
             self.buffers.put_back()
+            self.task_buffers.put_back()
         for parameter, copied in self.copies.items():
             parameter.copy_(copied)
         if self.task is not None and self.is_first:  # until now, what changes was as it was built
             self.task.build_again(self.task.changed() - self.moving)
+            if not all(one in self.copies for one in self.task.moved_of_loss()):
+                self.task.build_loss_again()
         if self.put_rest_back is not None:
             self.put_rest_back()
             self.put_rest_back = None

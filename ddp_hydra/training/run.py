@@ -413,7 +413,7 @@ class TrainingRun:
 
     def tell_unsaved(self) -> None:
         if self.rank == 0:
-            self.task_state.tell_unsaved()
+            self.task_state.tell_unsaved(*self.state.modules())
 
     def remember_unfrozen(self) -> None:
         # A collective. At the end of an epoch nothing is remembered: its validation may still be to come.

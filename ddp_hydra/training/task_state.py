@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import zlib
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ddp_hydra import results
 from ddp_hydra.errors import CheckpointError
@@ -21,7 +23,7 @@ from ddp_hydra.training import plain_state
 from ddp_hydra.training.finite import STATISTICS, is_finite
 from ddp_hydra.training.parallel import weights
 from ddp_hydra.training.plain_state import is_wrapped
-from ddp_hydra.training.train_step import loss_module, modules_of
+from ddp_hydra.training.train_step import loss_module
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size: the types as which the numbers of any type are added up."""
@@ -52,6 +54,7 @@ class TaskState:
 
     Attributes:
         built: checksums of the modules as they were built.
+        built_loss: a checksum of the loss's parameters that no optimizer trains.
         infinite: names of tensors that held infinite values then, as masks do.
     """
 
@@ -61,9 +64,8 @@ class TaskState:
         own = vars(self.task).items()
         self.parts = {name: part for name, part in own if has_state(part) and part is not loss}
         self.built = {name: checksum_of(part) for name, part in self.modules.items()}
+        self.built_loss = checksum(frozen_of_loss(self.task).values())
         self.infinite = {name for name, one in self.named_weights() if not is_finite(one)}
-        extra = (module for part in modules_of(self.task) for module in with_extra_state(part))
-        self.with_extra_state = list(dict.fromkeys(extra))
         self.tells_own = type(self.task).state_dict is not Task.state_dict
         self.values: dict[str, Any] = {}
         self.told: set[str] = set()
@@ -106,25 +108,40 @@ class TaskState:
     def parameters_of(self, names: Iterable[str]) -> list[nn.Parameter]:
         return [one for name in names for one in self.modules[name].parameters()]
 
+    def moved_of_loss(self) -> list[nn.Parameter]:
+        # What steps write in a loss and no optimizer trains, as a center: none of a frozen network.
+        frozen = list(frozen_of_loss(self.task).values())
+        return frozen if checksum(frozen) != self.built_loss else []
+
+    def build_loss_again(self) -> None:
+        made = frozen_of_loss(self.make())
+        for name, one in frozen_of_loss(self.task).items():
+            one.copy_(made[name])
+
     def build_again(self, names: Collection[str]) -> None:
         made = vars(self.make()) if names else {}
         for name in names:
             load_part(self.parts[name], "task", f"{type(self.task).__name__}.{name}", made[name].state_dict())
 
-    def copy_rest(self) -> Callable[[], None]:
-        # Copy what the task and its loss keep outside of their modules' tensors. The function puts it back.
-        owners = [self.task] if self.tells_own else []
-        owners += [part for name, part in self.parts.items() if name not in self.built]
-        states = [one.state_dict() for one in owners], [one.get_extra_state() for one in self.with_extra_state]
+    def copy_rest(self, moving: Collection[str]) -> Callable[[], None]:
+        # Copy what the task and its loss keep outside of their modules' tensors. The function puts it back. Of modules
+        # that steps do not write, nothing is copied.
+        owners: dict[str, Any] = {"own": self.task} if self.tells_own else {}
+        owners |= {f"parts.{name}": part for name, part in self.parts.items() if name not in self.built}
         clone = plain_state.once(lambda tensor, _: tensor.detach().clone(), {})
-        copied = plain_state.encode(states, copy=clone)
+        copied = plain_state.encode({name: one.state_dict() for name, one in owners.items()}, "task", clone)
+        extra: dict[nn.Module, Any] = {}
+        loss = loss_module(self.task)
+        for part in (*([loss] if loss is not None else []), *(self.modules[name] for name in moving)):
+            for module in with_extra_state(part):
+                with contextlib.suppress(CheckpointError):  # a checkpoint can't hold it either, and says so
+                    extra[module] = plain_state.encode(module.get_extra_state(), copy=clone)
 
         def put_back() -> None:
-            of_owners, extra = plain_state.decode(copied)
-            for owner, state in zip(owners, of_owners, strict=True):
-                owner.load_state_dict(state)
-            for module, state in zip(self.with_extra_state, extra, strict=True):
-                module.set_extra_state(state)
+            for name, state in plain_state.decode(copied).items():
+                owners[name].load_state_dict(state)
+            for module, state in extra.items():
+                module.set_extra_state(plain_state.decode(state))
 
         return put_back
 
@@ -136,28 +153,29 @@ class TaskState:
         if state["own"]:
             load_part(self.task, "task", type(self.task).__name__, state["own"])
 
-    def tell_unsaved(self) -> None:
-        # The first call is after a step: what the first steps set for good, as a mask, begins alike in a resumed run.
-        for name, value, advice in self._unsaved():
+    def tell_unsaved(self, *modules: nn.Module) -> None:
+        # Checkpoints have the modules, as the trained model, also where the task holds them. The first call is after a
+        # step: what the first steps set for good, as a mask, begins alike in a resumed run.
+        for name, value, advice in self._unsaved({one for module in modules for one in module.parameters()}):
             is_new_module = value is None
             if (is_new_module or self.values.setdefault(name, value) != value) and name not in self.told:
                 self.told.add(name)
                 what = "is made" if is_new_module else "changes"
                 results.warn(f"{name} {what} while training, and a resumed run would begin it anew: {advice}")
 
-    def _unsaved(self) -> Iterator[tuple[str, Any, str]]:
+    def _unsaved(self, saved: Collection[Tensor]) -> Iterator[tuple[str, Any, str]]:
         # Names of what no checkpoint has, their fingerprints (None: a module that a step has made), and what to do.
         task, criterion = self.task, getattr(self.task, "criterion", None)
         pair, kind = "state_dict() and load_state_dict(state)", type(task).__name__
         for name, value in vars(task).items() if not self.tells_own else ():
-            if name in self.parts or value is criterion:
+            if name in self.parts or value is criterion or is_saved_in(saved, value):
                 continue
             if isinstance(value, nn.Module) and weights.tensors_of(value):
                 yield f"{kind}.{name}", None, f"make it in __init__ or in the model, or define {kind}.{pair}"
-            elif (found := fingerprint(value)) is not None:
+            elif (found := noticed(value, saved)) is not None:
                 entries = value.values() if isinstance(value, dict) else value
                 holds_modules = isinstance(value, list | tuple | dict) and any(
-                    isinstance(one, nn.Module) for one in entries
+                    isinstance(one, nn.Module) and not is_saved_in(saved, one) for one in entries
                 )
                 instead = f"make it an nn.Module{'Dict' if isinstance(value, dict) else 'List'}, or "
                 yield f"{kind}.{name}", found, f"{instead if holds_modules else ''}define {kind}.{pair}"
@@ -166,11 +184,17 @@ class TaskState:
             pair = "get_extra_state() and set_extra_state(state), or make it a buffer"
             is_saved = type(criterion).get_extra_state is not nn.Module.get_extra_state
         for name, value in getattr(criterion, "__dict__", {}).items() if not is_saved else ():
-            if name not in _OF_MODULES and (found := fingerprint(value)) is not None:
+            if name not in _OF_MODULES and (found := noticed(value, saved)) is not None:
                 yield f"{kind}.{name}", found, f"define {kind}.{pair}"
 
 
 _OF_MODULES = vars(nn.Module()).keys()
+
+
+def frozen_of_loss(task: Task) -> dict[str, nn.Parameter]:
+    loss = loss_module(task)
+    named = loss.named_parameters() if loss is not None else ()
+    return {name: one for name, one in named if not one.requires_grad}
 
 
 def has_state(part: Any) -> bool:
@@ -178,8 +202,24 @@ def has_state(part: Any) -> bool:
     return not isinstance(part, type) and all(map(callable, methods))
 
 
-def fingerprint(value: Any, depth: int = 0) -> Any:
+def is_saved_in(saved: Collection[Tensor], value: Any) -> bool:
+    # Whether it is one of these parameters, or a module of them.
+    own = list(value.parameters()) if isinstance(value, nn.Module) else [value]
+    return bool(own) and all(isinstance(one, Tensor) and one in saved for one in own)
+
+
+def noticed(value: Any, saved: Collection[Tensor]) -> Any:
+    # A fingerprint for a warning, which ends no run: None for a value that has none, as an array without memory.
+    try:
+        return fingerprint(value, saved)
+    except Exception:
+        return None
+
+
+def fingerprint(value: Any, saved: Collection[Tensor] = (), depth: int = 0) -> Any:
     # Of a value that a resumed task may need; None for others. Of long collections, it looks at both ends.
+    if saved and is_saved_in(saved, value):
+        return None
     if isinstance(value, Tensor):
         return checksum([value])
     if isinstance(value, nn.Module):
@@ -189,7 +229,7 @@ def fingerprint(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list | tuple | dict | set | deque):
         entries = list(value.items() if isinstance(value, dict) else value)
         ends = entries if len(entries) <= 2 * _OF_AN_END else entries[:_OF_AN_END] + entries[-_OF_AN_END:]
-        return [len(entries), *(fingerprint(one, depth + 1) for one in ends if depth < _DEPTH)]
+        return [len(entries), *(fingerprint(one, saved, depth + 1) for one in ends if depth < _DEPTH)]
     for kind, state_of in _GENERATORS.items():
         if isinstance(value, kind):
             return zlib.crc32(state_of(value))
@@ -209,7 +249,7 @@ def load_part(part: Any, group: str, name: str, saved: Any) -> None:
 
 
 def with_extra_state(part: nn.Module) -> list[nn.Module]:
-    return [one for one in part.modules() if type(one).get_extra_state is not nn.Module.get_extra_state]
+    return [module for _, module in weights.with_extra_state(part)]
 
 
 def checksum_of(part: nn.Module) -> list[Any]:
@@ -223,8 +263,8 @@ def checksum(tensors: Iterable[Tensor]) -> list[Any]:
     sums: list[Tensor] = []
     layouts: list[Any] = []
     for tensor in tensors:
-        is_strided = tensor.layout is torch.strided and not (is_wrapped(tensor) or tensor.is_quantized)
-        if tensor.is_meta or not is_strided:
+        is_strided = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+        if is_lazy(tensor) or is_wrapped(tensor) or tensor.is_meta or not is_strided:
             layouts.append(tensor._version)
             continue
         found = dense(tensor.detach())

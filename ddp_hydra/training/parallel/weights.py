@@ -245,11 +245,12 @@ class BufferCopy:
 
     Args:
         saved: copy only those that checkpoints have. A model may keep in an attribute what it has made another one for.
+        removes_new: remove buffers that checkpoints have and that were made since; always with `saved`.
     """
 
-    def __init__(self, *modules: nn.Module, saved: bool = False) -> None:
-        self.saved = saved
-        self.owners = [part for module in modules for part in module.modules() if saved or part._buffers]
+    def __init__(self, *modules: nn.Module, saved: bool = False, removes_new: bool = False) -> None:
+        self.saved, self.removes_new = saved, saved or removes_new
+        self.owners = [part for module in modules for part in module.modules() if self.removes_new or part._buffers]
         self.buffers: list[dict[str, Tensor | None]] = []
         self.copies: dict[int, Tensor] = {}  # of each tensor, by its id; modules may share one
         self.save()
@@ -272,8 +273,9 @@ class BufferCopy:
     @torch.no_grad()
     def put_back(self) -> None:
         for module, buffers in zip(self.owners, self.buffers, strict=True):
-            for name in self._of(module).keys() - buffers.keys() if self.saved else ():
-                del module._buffers[name]  # made since: no checkpoint has it
+            made = module._buffers.keys() - module._non_persistent_buffers_set - buffers.keys()
+            for name in made if self.removes_new else ():
+                del module._buffers[name]
             for name, tensor in buffers.items():
                 if tensor is not None and id(tensor) in self.copies:
                     tensor.copy_(self.copies[id(tensor)])
@@ -306,10 +308,12 @@ def restored_state(model: nn.Module) -> Iterator[None]:
 
 
 def with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    # Those that take it back, too: torch's own `set_extra_state` raises.
+    methods = ("get_extra_state", "set_extra_state")
     return [
         (name, module)
         for name, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
+        if all(getattr(type(module), method) is not getattr(nn.Module, method) for method in methods)
     ]
 
 

@@ -304,7 +304,15 @@ class Large(Classification):
         self.teacher = torch.nn.Linear(4, 3).requires_grad_(False)
 
 
-@pytest.mark.parametrize("kind", ["Locked", "Large"])
+class Banked(Classification):
+    """Has a tensor and an array of 15 numbers in all."""
+
+    def __init__(self, criterion):
+        super().__init__(criterion)
+        self.bank, self.row = torch.zeros(4, 3), np.zeros(3, np.float32)
+
+
+@pytest.mark.parametrize("kind", ["Locked", "Large", "Banked"])
 def test_metrics_are_not_tried_with_a_task_that_can_not_be_copied(train, kind, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device: 2**40 if kind == "Locked" else 2 * 15 * 4 - 1)
     found: list[Any] = []

@@ -23,6 +23,7 @@ from ddp_hydra.training import builders, inference
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import StopSignal
 from ddp_hydra.training.loop import fit
+from ddp_hydra.training.parallel import weights
 from ddp_hydra.training.run import TrainingRun
 from ddp_hydra.training.task_state import checksum, fingerprint
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, check_resume, config, flat, same
@@ -137,6 +138,117 @@ def test_a_step_that_is_left_out_moves_nothing_of_the_task(train, policy):
     assert of_task["parts"]["codes"]["0"].tolist() == [left] * 3
     assert of_task["parts"]["norm"]["num_batches_tracked"] == left
     assert of_task["parts"]["norm"]["running_var"].isfinite().all()
+
+
+class Late(nn.Module):
+    """Makes its buffer in the first step."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "counts"):
+            self.register_buffer("counts", torch.zeros(()))
+        if self.training:
+            self.counts += len(y) + 0 * x.detach().mean()
+        return F.cross_entropy(x, y)
+
+
+class WithLate(Task):
+    """Has such a module of its own."""
+
+    def __init__(self) -> None:
+        self.late = Late()
+
+    def step(self, model: Any, batch: Any) -> Step:
+        return Step(self.late(model(batch[0]), batch[1]), len(batch[1]))
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("place", ["task", "loss"])
+def test_a_buffer_that_a_step_has_made_goes_with_the_step(train, policy, place):
+    whole = parts_of(WithLate) if place == "task" else {"loss": {"_target_": f"{__name__}.Late"}}
+    saved = read(train(whole={**BY_LOSS, **whole}, data=WithNan, on_nonfinite=policy).last)
+    of_task = saved["task"]["parts"]["late"] if place == "task" else saved["loss"]
+    assert saved["nonfinite"] == [1, 7]
+    assert of_task["counts"] == 2 * (8 - 2)
+
+
+class Centered(nn.Module):
+    """Moves a center that no optimizer trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.center.add_(x.detach().mean() * 0 + 1)
+        return F.cross_entropy(x - self.center, y)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_step_that_is_left_out_moves_no_center_of_a_loss(train, policy):
+    whole = {**BY_LOSS, "loss": {"_target_": f"{__name__}.Centered"}}
+    saved = read(train(whole=whole, data=WithNan, on_nonfinite=policy).last)
+    assert saved["nonfinite"] == [1, 7]
+    assert saved["loss"]["center"].tolist() == [8 - 2] * 3
+
+
+class Versioned(nn.CrossEntropyLoss):
+    """Saves what it does not take back."""
+
+    def get_extra_state(self) -> int:
+        return 1
+
+
+def test_an_extra_state_that_no_method_takes_is_not_put_back(train):
+    whole = {**BY_LOSS, "loss": {"_target_": f"{__name__}.Versioned"}}
+    assert read(train(whole=whole, data=WithNan, on_nonfinite="skip").last)["nonfinite"] == [1, 7]
+    model = nn.Sequential(Versioned())
+    with weights.restored_state(model):
+        pass
+
+
+class Odd(nn.Linear):
+    """Has an extra state that no checkpoint holds."""
+
+    def get_extra_state(self) -> Any:
+        return Steps()
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+class Counted(nn.Linear):
+    """Counts its steps in a plain attribute."""
+
+    n = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += torch.is_grad_enabled()
+        return super().forward(x)
+
+    def get_extra_state(self) -> int:
+        return self.n
+
+    def set_extra_state(self, state: int) -> None:
+        self.n = state
+
+
+class Taught(Task):
+    """Has two teachers."""
+
+    def __init__(self) -> None:
+        self.odd, self.counted = Odd(4, 3).requires_grad_(False), Counted(4, 3).requires_grad_(False)
+
+    def step(self, model: Any, batch: Any) -> Any:
+        goal = self.odd(batch[0]) + self.counted(batch[0])
+        return F.mse_loss(model(batch[0]), goal)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_step_that_is_left_out_leaves_the_extra_states_of_teachers(train, policy):
+    saved = read(train(whole=parts_of(Taught), data=WithNan, on_nonfinite=policy).last)
+    assert saved["nonfinite"] == [1, 7]
+    assert saved["task"]["parts"]["odd"] is None, "it has not changed"
+    assert saved["task"]["parts"]["counted"]["_extra_state"] == 8 - 2
 
 
 class Spoilt(Task):
@@ -278,12 +390,62 @@ def test_what_changes_in_collections_and_generators_is_told(train, capsys):
     }
 
 
+class Holding(Task):
+    """Holds the trained model, a part of it and a parameter."""
+
+    def __init__(self) -> None:
+        self.held: Any = []
+
+    def step(self, model: Any, batch: Any) -> Any:
+        self.held = [model, {"parameter": model.weight}]
+        self.model, self.by_name = model, {"part": next(model.children(), model)}
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("parallel", ["ddp.DDP", "fsdp2.FSDP2"])
+def test_the_trained_model_in_a_task_is_not_told(train, capsys, parallel):
+    parts = {"parallel": {"_target_": f"ddp_hydra.training.parallel.{parallel}"}}
+    train(whole=parts_of(Holding), parts=parts, ema_decay=0.9)
+    assert "Holding" not in capsys.readouterr().err
+
+
 def test_of_a_long_collection_both_ends_count():
     given = list(range(1000))
     assert fingerprint(given) == fingerprint(list(given)) != fingerprint([*given[1:], 0])
     assert fingerprint(given) != fingerprint(given[:-1])
     given.append(given)  # type: ignore[arg-type]
     assert fingerprint(given) == fingerprint(given)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_a_layer_without_numbers_and_a_nested_tensor_have_a_fingerprint(layout):
+    given: list[Any] = [nn.LazyLinear(3), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)]
+    before = fingerprint(given)
+    assert fingerprint(given) == before
+    given[0](torch.ones(1, 4))
+    assert fingerprint(given) != before
+
+
+class Unready(Task):
+    """Holds models that are not used yet, and one whose state can't be told."""
+
+    class Untold(nn.Linear):
+        def get_extra_state(self) -> Any:
+            raise RuntimeError("not yet")
+
+        def set_extra_state(self, state: Any) -> None: ...
+
+    def __init__(self) -> None:
+        self.heads, self.untold = [nn.LazyLinear(3)], [self.Untold(4, 3)]
+
+    def step(self, model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_a_warning_ends_no_run(train, capsys):
+    train(whole=parts_of(Unready))
+    assert capsys.readouterr().err == ""
 
 
 class Growing(Steps):
