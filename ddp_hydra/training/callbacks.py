@@ -44,7 +44,7 @@ class Callback:
         """Act after each step."""
 
     def on_validation(self, run: RunView) -> None:
-        """Act after each validation, whose metrics `run.metrics` has; after each epoch without a validation set."""
+        """Act after each validation, whose metrics `run.metrics` has, or where one is due without a set for it."""
 
     def on_checkpoint(self, run: RunView) -> None:
         """Act before each checkpoint is written."""

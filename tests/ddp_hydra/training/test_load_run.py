@@ -128,9 +128,9 @@ def test_code_of_a_data_set_is_not_fetched_for_a_lone_checkpoint():
     runs_code = {"trust_remote_code": True, "weights_only": False, "use_kernels": True, "attn_implementation": "a/b"}
     for name, value in runs_code.items():
         with pytest.raises(ConfigError, match=f"{name}={value} is from"):
-            refuse_targets(OmegaConf.create({"model": {name: value}}), {})
+            refuse_targets(OmegaConf.create({"model": {name: value}}))
     for attention in ("sdpa", {"text_config": "sdpa", "vision_config": "eager"}):
-        refuse_targets(OmegaConf.create({"model": {"weights_only": True, "attn_implementation": attention}}), {})
+        refuse_targets(OmegaConf.create({"model": {"weights_only": True, "attn_implementation": attention}}))
 
 
 def test_a_run_directory_is_own_and_a_lone_file_or_a_url_is_not(train, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -262,9 +261,8 @@ def test_a_config_that_is_not_trusted_is_not_built(capsys, monkeypatch):
     results.connect(mock.Mock())
     before = {**config(), **of_loss(given={"_target_": "os.getcwdb"})}
     cfg = OmegaConf.create({**config(), **of_loss()})
-    check = partial(refuse_targets, stored={})
-    found = loss_state.fitting(Counts(), Counts().state_dict(), before, cfg, None, check=check)
+    found = loss_state.fitting(Counts(), Counts().state_dict(), before, cfg, None, check=refuse_targets)
     assert "loss.given._target_=os.getcwdb is from a checkpoint" in capsys.readouterr().err
     assert found.keys() == Counts().state_dict().keys()
     with pytest.raises(ConfigError):
-        refuse_targets(OmegaConf.create(before), {})
+        refuse_targets(OmegaConf.create(before))
