@@ -273,7 +273,7 @@ def dry_run(config: Mapping[str, Any]) -> None:
 
 def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     world_size = expected_ranks(cfg)
-    rank_batch.settle(cfg, {}, {}, world_size, world_size)
+    rank_batch.settle(cfg, {}, world_size, world_size)
     cfg.data.global_batch = None  # this process makes the step of one of these ranks
     epoch_steps = steps_in_epoch(build_data.sampler(cfg, train_set, ALONE, ranks=world_size))
     precision = "bf16" if cfg.trainer.precision == "fp8" else cfg.trainer.precision  # this machine may have no GPU

@@ -83,7 +83,7 @@ class TrainingRun:
         self.rank, device = world.rank, builders.device(cfg)
         memory.begin(device)
         before, config = dict(saved or {}), dict(kept or checkpoint_config.stored_config(cfg))
-        batch, warning = rank_batch.settle(cfg, config, before, world.size, first_ranks or world.size)
+        batch, warning = rank_batch.settle(cfg, before, world.size, first_ranks or world.size)
         if warning and self.rank == 0:
             results.warn(warning)
         self.sampler, self.consensus = setup.build_sampler(cfg, train_set, world)
