@@ -160,7 +160,8 @@ def fit(run: TrainingRun, first_save: Mapping[int, Mapping[str, float]] | None =
             run.monitor.after_step()
             if due.leave or run.is_over:
                 break
-        if (run.epoch_is_over or run.state.validation_due) and not run.ends_early:
+        owes_epoch = run.state.validation_due and run.position.offset == 0
+        if (run.epoch_is_over or owes_epoch) and not run.ends_early:
             means = run.end_epoch()
             validate_and_decide(run, run.cadence.after_epoch(run.position.step, run.position.epoch), means)
     if first_save is not None and not run.checkpoints.number:
