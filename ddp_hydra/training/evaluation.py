@@ -88,7 +88,7 @@ class Evaluation:
         own = named("val", computed(self.task, added(of_sets.values())))
         for name, sums in of_sets.items() if mixture is not None else ():
             own |= {f"{key}/{name}": value for key, value in named("val", computed(self.task, sums)).items()}
-        more = self.metrics.result(are_few)
+        more = self.metrics.result(are_few or bool(rounds.stopped))
         if taken := sorted(own.keys() & (more.keys() | self.metrics.matrices.keys())):
             name = taken[0].removeprefix("val/").partition("/")[0]
             raise ConfigError(f"metrics.{name}: the task logs {', '.join(taken)} itself: call it +metrics.my_{name}")
