@@ -11,8 +11,6 @@ from omegaconf import DictConfig
 from ddp_hydra.console.text import counted
 from ddp_hydra.errors import ConfigError
 
-_KEYS = (("data", "batch_size"), ("data", "global_batch"), ("trainer", "gradient_accumulation_steps"))
-
 
 @dataclass(frozen=True)
 class RankBatch:
@@ -59,13 +57,10 @@ def redistribute(batch: RankBatch, old_ranks: int, new_ranks: int) -> RankBatch:
     return RankBatch(per_rank // count, count) if count else RankBatch(per_rank, 1)
 
 
-def settle(
-    cfg: DictConfig, kept: Mapping[str, Any], before: Mapping[str, Any], ranks: int, first_ranks: int
-) -> tuple[dict[str, int], str]:
+def settle(cfg: DictConfig, before: Mapping[str, Any], ranks: int, first_ranks: int) -> tuple[dict[str, int], str]:
     """Write the batch of each rank into a config.
 
     Args:
-        kept: the part of the config that checkpoints keep.
         before: content of the checkpoint that the run goes on from; {} for none. Its global batch stays, unless the
             config asks for another batch than the checkpoint's.
         first_ranks: number of ranks of the job's first attempt.
@@ -74,10 +69,10 @@ def settle(
         The batch that the run has begun with, for its checkpoints; and what has changed since then, or "".
     """
     first, then = wanted = asked(cfg, first_ranks), first_ranks
-    old: Any = before.get("config")
-    if before.get("batch") and all(_value(old, *key) == _value(kept, *key) for key in _KEYS):
-        then = before["batch"]["ranks"]
-        first = RankBatch(before["batch"]["size"], before["batch"]["micro_batches"])
+    if saved := before.get("batch"):
+        old = RankBatch(saved["size"], saved["micro_batches"])
+        if _asks_for(cfg, old, saved["ranks"]):
+            first, then = old, saved["ranks"]
     new = first if ranks == then else redistribute(first, then, ranks)
     cfg.data.batch_size, cfg.trainer.gradient_accumulation_steps = new.size, new.micro_batches
     # DDP's static graph does not go with several micro-batches: then the parameters are looked for in each step.
@@ -86,8 +81,11 @@ def settle(
     return {**asdict(first), "ranks": then}, "" if ranks == then else describe_change(first, then, new, ranks)
 
 
-def _value(config: Mapping[str, Any], group: str, key: str) -> Any:
-    return (config.get(group) or {}).get(key)
+def _asks_for(cfg: DictConfig, batch: RankBatch, ranks: int) -> bool:
+    # By the values: the variable of an interpolation may have another one since.
+    total, micro_batches = cfg.data.get("global_batch"), cfg.trainer.gradient_accumulation_steps
+    is_size = cfg.data.batch_size == batch.size if total is None else total == batch.global_size(ranks)
+    return is_size and bool(micro_batches == batch.micro_batches)
 
 
 def describe_change(old: RankBatch, old_ranks: int, new: RankBatch, new_ranks: int) -> str:

@@ -46,8 +46,10 @@ def _states() -> tuple[Any, ...]:
 class StateGuard:
     """Restores the three generators after a block."""
 
-    def __enter__(self) -> None:
+    def __init__(self) -> None:
         self.states = _states()
+
+    def __enter__(self) -> None: ...
 
     def has_moved(self) -> bool:
         """Return whether something was drawn in the block so far."""
@@ -55,6 +57,9 @@ class StateGuard:
         return not (torch.equal(own, torchs) and np.array_equal(keys, before) and (rest, python) == (others, pythons))
 
     def __exit__(self, *_: object) -> None:
+        self.put_back()
+
+    def put_back(self) -> None:
         torch_state, numpy_state, python_state = self.states
         torch.default_generator.set_state(torch_state)
         np.random.set_state(numpy_state)

@@ -19,6 +19,7 @@ from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training.cadence import is_due
 from ddp_hydra.training.parallel import parameter_groups
 from ddp_hydra.training.state import TrainingState, each
+from ddp_hydra.training.task_state import load_part
 
 BINS = 64
 
@@ -293,13 +294,14 @@ class Callbacks:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each callback that has one. Before on_start, that is what it was given."""
+        """Return the state of each callback that defines one. Before on_start, that is what it was given."""
         found: dict[str, Any] = {}
         for name, callback in self.callbacks.items():
             if name not in self.started:
                 if name in self.loaded:
                     found[name] = self.loaded[name]
-            elif state := callback.state_dict():
+            elif type(callback).state_dict is not Callback.state_dict:
+                state = callback.state_dict()
                 found[name] = {"ranks": self.of_ranks.get(name, [state])} if callback.on_each_rank else state
         return found
 
@@ -316,8 +318,9 @@ class Callbacks:
             state = states.get(name)
             if state and callback.on_each_rank:
                 state = state["ranks"][self.world.rank % len(state["ranks"])]
-            if state:
-                callback.load_state_dict(state)
+            # A rollback may go back to an empty one.
+            if state or (state is not None and name in self.started and callback.state_dict()):
+                load_part(callback, "callback", f"callbacks.{name} ({type(callback).__name__})", state)
 
 
 class Histograms(Callback):

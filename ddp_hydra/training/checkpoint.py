@@ -31,7 +31,7 @@ from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import not_finite
 from ddp_hydra.training.parallel.weights import keep_loaded, load_part, unsaved
 from ddp_hydra.training.sharded_checkpoint import PARTS_IN, ReportingFile
-from ddp_hydra.training.state import FORMAT, TrainingState
+from ddp_hydra.training.state import FORMAT, TrainingState, each
 
 _OF_COMPILE, _OF_DDP, _OF_AVERAGE = "_orig_mod.", "module.", "n_averaged"
 _AVERAGED = "ema_model."
@@ -42,14 +42,22 @@ _STATES = *_AVERAGES, "model", "model_state_dict", "state_dict"
 """The keys that hold weights in our checkpoints, and in most others."""
 
 
-def refuse_nonfinite(content: dict[str, Any], state: TrainingState) -> None:
-    unchecked = state.parallel.unchecked_names(state.extras.get("loss"))
+def finite_check(state: TrainingState) -> Callable[[dict[str, Any]], None]:
+    # The names are those of now: steps may make modules and buffers while a thread checks the content.
+    groups = [group for _, optimizer in each(state.optimizer) for group in optimizer.param_groups]
+    trained = {parameter for group in groups for parameter in group["params"]}
+    unchecked = [*state.parallel.unchecked_names(trained, state.extras.get("loss")), *state.infinite]
     of_task = task.checked_names() if (task := state.extras.get("task")) is not None else ()
-    if bad := not_finite(content, [*unchecked, *state.infinite], of_task):
-        raise NonFiniteLoss(
-            f"the state after step {content['position']['step']} is not finite ({shown(bad, 6)}), although losses "
-            "and gradients were, so it is not saved. Lower optimizer.lr, give trainer.clip_norm, with resume=<run dir>"
-        )
+
+    def refuse_nonfinite(content: dict[str, Any]) -> None:
+        if bad := not_finite(content, unchecked, of_task):
+            raise NonFiniteLoss(
+                f"the state after step {content['position']['step']} is not finite ({shown(bad, 6)}), although losses "
+                "and gradients were, so it is not saved. Lower optimizer.lr, give trainer.clip_norm, with "
+                "resume=<run dir>"
+            )
+
+    return refuse_nonfinite
 
 
 def read(path: Path, whole: bool = True) -> dict[str, Any]:
@@ -217,10 +225,10 @@ class CheckpointSaver:
         self.sending = self.executor.submit(self._run, send)
 
     def _file(self, state: TrainingState, described: Checkpoint) -> Callable[[], None]:
-        content, step = state.begin_capture(whole=True), described.step
+        content, step, check = state.begin_capture(whole=True), described.step, finite_check(state)
 
         def send() -> None:
-            refuse_nonfinite(content(), state)
+            check(content())
             path = f"{FOLDER}/{step_name(step)}"
             results.submit_file(path, lambda target: write(content(), target, step), step, described)
 
@@ -229,12 +237,12 @@ class CheckpointSaver:
     def _parts(self, state: TrainingState, described: Checkpoint) -> Callable[[], None]:
         if self.group is None:
             self.group = dist.new_group(backend="gloo")
-        content, step = state.begin_capture(), described.step
+        content, step, check = state.begin_capture(), described.step, finite_check(state)
         left_out = state.names_of_rank_0() if self.world.rank else set()
         path = f"{FOLDER}/{step_name(step, is_folder=True)}"
 
         def send() -> None:
-            refuse_nonfinite(content(), state)
+            check(content())
             rest, copied = sharded_checkpoint.taken_apart(content())
             tensors = {name: tensor for name, tensor in copied.items() if name not in left_out}
             beside = partial(TemporaryDirectory, prefix="save-", dir=results.outbox().parent)

@@ -83,8 +83,10 @@ class Evaluation:
         for name, samples in mixture.places.items() if mixture is not None else [("", None)]:
             rounds = Rounds(world, stop, self.loader.spare)
             of_sets[name] = self._sums(model, rounds, None if samples is None else samples.tolist())
-            if rounds.stopped and not are_few:
-                break
+            if rounds.stopped and not are_few:  # of a part of the samples, some metrics can't be computed
+                for metric in self.metrics.metrics.values():
+                    metric.reset()
+                return {}
         own = named("val", computed(self.task, added(of_sets.values())))
         for name, sums in of_sets.items() if mixture is not None else ():
             own |= {f"{key}/{name}": value for key, value in named("val", computed(self.task, sums)).items()}

@@ -35,7 +35,7 @@ from ddp_hydra.training.data_description import DataDescription, shown
 from ddp_hydra.training.lr_schedules import FactorLR, first_rate, own_rate
 from ddp_hydra.training.parallel import Parallel, weights
 from ddp_hydra.training.sharded_checkpoint import PARTS_IN
-from ddp_hydra.training.state import ByName, TrainingState, defaults, each
+from ddp_hydra.training.state import ByName, TrainingState, defaults, each, without_loss
 from ddp_hydra.training.task_state import TaskState, load_part
 from ddp_hydra.training.train_step import loss_module
 
@@ -155,6 +155,8 @@ def restore(state: TrainingState, content: Mapping[str, Any], cfg: DictConfig | 
     if (loss := state.extras.get("loss")) is not None and cfg is not None and may_differ:
         fitting = loss_state.fitting(loss, content.get("loss"), before, cfg, data, state.parallel.world.rank)
         content = {**content, "loss": fitting}
+        if fitting is None:
+            content["optimizer"] = without_loss(content["optimizer"])
     progress = state.extras.get("progress")
     has_other_length = progress is not None and progress.total != content["progress"]["total"]
     for one in settings:  # torch's schedules keep rates, some of them in others that they hold, and the run's length
@@ -178,13 +180,15 @@ def restore(state: TrainingState, content: Mapping[str, Any], cfg: DictConfig | 
         weights.load_copied(ema.model, state.parallel.state())
     if before != now and _objective(before) != _objective(now):
         state.best = None
+        for plateau in [one.scheduler for one in settings if isinstance(one.scheduler, ReduceLROnPlateau)]:
+            plateau.best, plateau.num_bad_epochs = plateau.mode_worse, 0
         if (early_stopping := state.extras.get("early_stopping")) is not None:
             early_stopping.load_state_dict({"best": None, "validations_without_progress": 0})
     return shown(checkpoint_config.changes(before, now), SHOWN)
 
 
 def is_same_task(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    return bool(before["task"]["_target_"] == now["task"]["_target_"])
+    return bool(_node(before, "task")["_target_"] == _node(now, "task")["_target_"])
 
 
 class OptimizerSettings:
@@ -205,7 +209,7 @@ class OptimizerSettings:
         derived = isinstance(scheduler, (OneCycleLR, CyclicLR)) or changed - own.keys()
         self.is_other_schedule = "_target_" in changed or (self.is_torchs and bool(changed) and bool(derived))
         self.depends_on_length = optimizers.depends_on_length(new)
-        kept = _PLATEAU if is_plateau and changed and not self.is_other_schedule else changed
+        kept = _PLATEAU if is_plateau and not self.is_other_schedule else changed
         self.schedule = {key: own[key] for key in kept & own.keys()}
         old, new = (_node(config, "optimizer", name) for config in (before, now))
         self.changed = _changed_keys(old, new)
@@ -213,7 +217,7 @@ class OptimizerSettings:
         makes_groups = bool(self.changed) and optimizers.makes_groups(str(new.get("_target_")))
         self.is_other_optimizer = makes_groups or "_target_" in self.changed
         # With optimizer.lr_rule the learning rate depends on the global batch.
-        rules = [(config.get("optimizer") or {}).get("lr_rule") for config in (before, now)]
+        rules = [_node(config, "optimizer").get("lr_rule") for config in (before, now)]
         by_batch = any(rule not in (None, "none") for rule in rules)
         self.may_have_other_rates = "lr" in self.changed or by_batch or self.is_other_optimizer
 
@@ -274,20 +278,17 @@ class OptimizerSettings:
                 self.scheduler.written = None
 
 
-def _node(config: Mapping[str, Any], section: str, name: str) -> Mapping[str, Any]:
-    # The update called `name` may have a node of its own in the section.
-    node = config.get(section) or {}
-    return node.get(name) or {} if name and "_target_" not in node else node
+def _node(config: Mapping[str, Any], section: str, name: str = "") -> Any:
+    # The update called `name` may have a node of its own in the section. Each may be the interpolation of another one.
+    node: Any = OmegaConf.create(dict(config)).get(section) or {}
+    node = node.get(name) or {} if name and "_target_" not in node else node
+    return OmegaConf.to_container(node) if node else {}
 
 
 def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
     # A value that interpolates another key may have changed.
     absent = object()
-    return {
-        key
-        for key in {**old, **new}
-        if old.get(key, absent) != new.get(key, absent) or (isinstance(new.get(key), str) and "${" in new[key])
-    }
+    return {key for key in {**old, **new} if old.get(key, absent) != new.get(key, absent) or "${" in str(new.get(key))}
 
 
 def _objective(config: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -160,7 +160,8 @@ def fit(run: TrainingRun, first_save: Mapping[int, Mapping[str, float]] | None =
             run.monitor.after_step()
             if due.leave or run.is_over:
                 break
-        if (run.epoch_is_over or run.state.validation_due) and not run.ends_early:
+        owes_epoch = run.state.validation_due and run.position.offset == 0
+        if (run.epoch_is_over or owes_epoch) and not run.ends_early:
             means = run.end_epoch()
             validate_and_decide(run, run.cadence.after_epoch(run.position.step, run.position.epoch), means)
     if first_save is not None and not run.checkpoints.number:
@@ -273,7 +274,7 @@ def dry_run(config: Mapping[str, Any]) -> None:
 
 def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     world_size = expected_ranks(cfg)
-    rank_batch.settle(cfg, {}, {}, world_size, world_size)
+    rank_batch.settle(cfg, {}, world_size, world_size)
     cfg.data.global_batch = None  # this process makes the step of one of these ranks
     epoch_steps = steps_in_epoch(build_data.sampler(cfg, train_set, ALONE, ranks=world_size))
     precision = "bf16" if cfg.trainer.precision == "fp8" else cfg.trainer.precision  # this machine may have no GPU

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ddp_hydra import results
 from ddp_hydra.errors import NonFiniteLoss
 from ddp_hydra.record import RolledBack
-from ddp_hydra.training.checkpoint import refuse_nonfinite
+from ddp_hydra.training.checkpoint import finite_check
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.parallel.weights import BufferCopy
 from ddp_hydra.training.state import TrainingState
@@ -134,7 +134,7 @@ class NonFiniteHandler:
             return False
         assert self.checkpoint is not None
         content = self.checkpoint()
-        refuse_nonfinite(content, self.state)
+        finite_check(self.state)(content)
         for buffers in self.checkpoint_buffers:  # torch's load_state_dict gives none another shape
             buffers.put_back()
         self.state.restore(content)

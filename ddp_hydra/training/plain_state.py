@@ -30,6 +30,7 @@ Plain = Callable[[torch.Tensor, str], torch.Tensor]
 """Makes the tensor that a state holds of a value's, which is called by its name in messages."""
 
 _AS_THEY_ARE = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.Size)
+_DICTS = {kind.__name__: kind for kind in (dict, collections.OrderedDict, collections.Counter)}
 _SEQUENCES: tuple[type, ...] = (list, tuple, set)
 _FACTORIES = {kind.__name__: kind for kind in (int, float, complex, bool, str, list, dict, set, tuple)}
 _PATHS = {kind.__name__: kind for kind in (pathlib.Path, pathlib.PurePosixPath, pathlib.PureWindowsPath)}
@@ -89,6 +90,13 @@ _KINDS = {
     "wrapped": Kind(
         lambda v: isinstance(v, torch.Tensor) and is_wrapped(v), lambda v: _flattened(v), lambda v: _unflattened(*v)
     ),
+    # The ones whose keys or members are saved as dicts, which are no keys.
+    "items": Kind(
+        lambda v: type(v) in _DICTS.values(),
+        lambda v: [type(v).__name__, list(map(list, v.items()))],
+        lambda v: _DICTS[v[0]](dict(v[1])),
+    ),
+    "set": _exactly(set, list, set),
     "frozenset": _exactly(frozenset, list, frozenset),
     # `weights_only` reads no empty bytes.
     "bytes": _exactly(bytes, lambda v: v.decode("latin-1"), lambda v: v.encode("latin-1")),
@@ -112,14 +120,16 @@ def encode(value: Any, name: str = "", copy: Plain | None = None) -> Any:
         return copy(value, name)
     if type(value) in _AS_THEY_ARE:
         return value
-    if type(value) in (dict, collections.OrderedDict, collections.Counter):
+    if type(value) in _DICTS.values() and _are_hashable(encode(key, f"{name}, a key") for key in value):
         return rebuilt(
             value,
             lambda key, part: (encode(key, f"{name}, a key"), encode(part, _inside(name, key), copy)),
             lambda metadata: encode(metadata, name),
         )
     if type(value) in _SEQUENCES:
-        return type(value)(encode(part, f"{name}[{number}]", copy) for number, part in enumerate(value))
+        parts = [encode(part, f"{name}[{number}]", copy) for number, part in enumerate(value)]
+        if type(value) is not set or _are_hashable(parts):
+            return type(value)(parts)
     if isinstance(value, (np.float64, np.int64, np.bool_)) and name.startswith(("optimizer", "scheduler")):
         return value.item()  # a number that other programs read, and that torch computes with alike
     if isinstance(value, (DictConfig, ListConfig)):
@@ -132,6 +142,15 @@ def encode(value: Any, name: str = "", copy: Plain | None = None) -> Any:
             "lists, dicts, tensors or numpy arrays (a state_dict of your own chooses them)"
         )
     return {KIND: kind, "value": encode(_KINDS[kind].take_apart(value), name, copy)}
+
+
+def _are_hashable(values: Iterable[Any]) -> bool:
+    found = tuple(values)
+    try:
+        hash(found)
+    except TypeError:
+        return False
+    return True
 
 
 def rebuilt(

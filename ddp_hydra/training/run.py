@@ -60,6 +60,7 @@ class TrainingRun:
         logged: on rank 0, the last value of each metric that callbacks have logged since the newest validation.
         is_done: a callback has called the run done at a validation.
         ended_by_callback: a callback has called the run done, there or after a step.
+        total_steps: of the whole run; `cadence` has fewer, where a callback has called it done.
         logged_at: the step after which the training metrics were logged last.
     """
 
@@ -83,7 +84,7 @@ class TrainingRun:
         self.rank, device = world.rank, builders.device(cfg)
         memory.begin(device)
         before, config = dict(saved or {}), dict(kept or checkpoint_config.stored_config(cfg))
-        batch, warning = rank_batch.settle(cfg, config, before, world.size, first_ranks or world.size)
+        batch, warning = rank_batch.settle(cfg, before, world.size, first_ranks or world.size)
         if warning and self.rank == 0:
             results.warn(warning)
         self.sampler, self.consensus = setup.build_sampler(cfg, train_set, world)
@@ -122,8 +123,8 @@ class TrainingRun:
             progress.move(self.state.scheduler)
         heartbeat.here().commit(self.position.step)
 
-        total_steps = self.position.step + setup.steps_left(cfg.trainer, self.sampler, self.position)
-        self.cadence = Cadence.from_config(cfg.trainer, total_steps)
+        self.total_steps = self.position.step + setup.steps_left(cfg.trainer, self.sampler, self.position)
+        self.cadence = Cadence.from_config(cfg.trainer, self.total_steps)
         self.loader = build_data.loader(cfg, train_set, device, parallel.channels_last, world)
         self.validation = None
         if val_set is not None:
@@ -133,7 +134,7 @@ class TrainingRun:
         self.nonfinite = NonFiniteHandler(trainer.on_nonfinite, trainer.max_nonfinite, self.state)
         self.checkpoints = CheckpointSaver(world, cfg.trainer.shard_above_gb)
         passes = setup.passes_of(self) if cfg.trainer.profile_steps and self.rank == 0 else []
-        profiler = Profiler(self.rank, self.model, device, cfg.trainer, total_steps, passes, cfg.data.batch_size)
+        profiler = Profiler(self.rank, self.model, device, cfg.trainer, self.total_steps, passes, cfg.data.batch_size)
         self.monitor = Monitor(
             self.consensus,
             self.task,
@@ -313,6 +314,10 @@ class TrainingRun:
         if not self.nonfinite.handle(found, self.rank, samples):
             return False
         self.stop = 0  # the next step will stop the run: only then there is something to save
+        if self.ended_by_callback:  # the callback will ask again
+            self.stop_signal.asked, self.ended_by_callback = 0, False
+            self.cadence = replace(self.cadence, total_steps=self.total_steps)
+        self.logged_at = self.position.step
         self.monitor.meter.clear()  # the steps since the last logged point are taken again
         self.monitor.throughput.interval(self.position.samples)
         return True

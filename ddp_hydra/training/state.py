@@ -21,7 +21,7 @@ from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank.world import World
 from ddp_hydra.training import plain_state, sharded_checkpoint
 from ddp_hydra.training.data_description import shown
-from ddp_hydra.training.parallel import Parallel, weights
+from ddp_hydra.training.parallel import OF_LOSS, Parallel, weights
 from ddp_hydra.training.task_state import load_part
 
 FORMAT = 4
@@ -230,7 +230,8 @@ class ByName(dict[str, Any]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, part in self.items():
-            part.load_state_dict(state[name])
+            if state[name]:  # a scaler that was off has none
+                part.load_state_dict(state[name])
 
 
 def together(parts: dict[str, Any]) -> Any:
@@ -257,6 +258,14 @@ def by_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[st
             {**group, "params": [own[number] for number in group["params"]]} for group in state["param_groups"]
         ],
     }
+
+
+def without_loss(state: dict[str, Any]) -> dict[str, Any]:
+    # Without what an optimizer has kept of a loss's parameters.
+    slots = state.get("state")
+    if not isinstance(slots, dict):
+        return state
+    return {**state, "state": {key: one for key, one in slots.items() if not str(key).startswith(OF_LOSS)}}
 
 
 def by_numbers(optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: dict[str, Any]) -> dict[str, Any]:

@@ -88,14 +88,14 @@ class TaskState:
 
     def state_dict(self) -> dict[str, Any]:
         # Empty, where the task has nothing to save.
-        own = self.task.state_dict()
+        own = self.task.state_dict() if self.tells_own else None
         found = {name: part.state_dict() for name, part in self.parts.items()}
         parts = {
             name: state if self._is_saved(name) else None
             for name, state in found.items()
             if state or name not in self.built
         }
-        return {"own": own, "parts": parts} if own or parts else {}
+        return {"own": own, "parts": parts} if self.tells_own or parts else {}
 
     def _is_saved(self, name: str) -> bool:
         # Not by `Tensor._version`, which does not count what is written through `.data`.
@@ -150,8 +150,9 @@ class TaskState:
         self.build_again(self.changed() - given.keys())  # they have changed since that checkpoint
         for name, saved in given.items():
             load_part(self.parts[name], "task", f"{type(self.task).__name__}.{name}", saved)
-        if state["own"]:
-            load_part(self.task, "task", type(self.task).__name__, state["own"])
+        own = state["own"]
+        if own or (own is not None and self.task.state_dict()):  # a rollback may go back to an empty one
+            load_part(self.task, "task", type(self.task).__name__, own)
 
     def tell_unsaved(self, *modules: nn.Module) -> None:
         # Checkpoints have the modules, as the trained model, also where the task holds them. The first call is after a

@@ -32,6 +32,8 @@ from ddp_hydra.training.parallel.units import BY_BLOCK, blocks_of, compile_each,
 from ddp_hydra.training.parallel.weights import Ema
 from ddp_hydra.training.train_step import TrainStep, modules_of
 
+OF_LOSS = "loss: "
+"""Begins the names of a loss's parameters in the optimizer's state. No name of a model's has a colon."""
 Named = Sequence[tuple[str, nn.Parameter]]
 Load = Callable[[nn.Module, World], list[str]]
 """Fills a model with weights of a file that rank 0 has, and returns the names that the file lacks. A collective."""
@@ -174,7 +176,7 @@ class Parallel:
     # -- what walks the model ----------------------------------------------------------------------------------
 
     def names(self, loss: nn.Module | None = None) -> dict[nn.Parameter, str]:
-        return weights.names(self.model, loss, "loss: ")  # no name of a model's
+        return weights.names(self.model, loss, OF_LOSS)
 
     def nonfinite_names(self) -> list[str]:
         named = self.model.named_parameters(remove_duplicate=False)
@@ -183,11 +185,11 @@ class Parallel:
     def buffer_names(self) -> list[str]:
         return [name for name, _ in self.model.named_buffers(remove_duplicate=False)]
 
-    def unchecked_names(self, loss: nn.Module | None = None) -> list[str]:
-        # Names of buffers, and of frozen parameters: one may be a mask.
+    def unchecked_names(self, trained: Collection[nn.Parameter], loss: nn.Module | None = None) -> list[str]:
+        # Names of buffers, and of frozen parameters: one may be a mask. Several updates freeze what the others train.
         named = self.buffer_names()
         parameters = self.model.named_parameters(remove_duplicate=False)
-        named += [name for name, one in parameters if not one.requires_grad]
+        named += [name for name, one in parameters if not (one.requires_grad or one in trained)]
         if loss is not None:
             named += [f"loss.{name}" for name, _ in loss.named_buffers(remove_duplicate=False)]
         return named

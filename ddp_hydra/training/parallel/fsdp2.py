@@ -115,6 +115,7 @@ class FSDP2(Parallel):
         check_settings(trainer, device, self.cpu_offload)
         if self.world.group is None:
             return super().build(trainer, make, device, load, saved, is_trained)
+        self.draws = StateGuard()
         model, sends = self._built(make, saved, reads_rows=load is None)
         check_parameters(model)
         if is_trained:
@@ -292,11 +293,16 @@ class FSDP2(Parallel):
         of_ranks = self.world.gather_objects(super().nonfinite_names())
         return list(dict.fromkeys(name for names in of_ranks for name in names))
 
+    def fingerprint(self) -> tuple[int, list[bool]]:
+        reshard_all(self.sharded)  # a callback's forward pass with gradients leaves parameters whole
+        return super().fingerprint()
+
     def build_average(self, decay: float) -> Ema:
         # A sharded model can't be copied, so it is built once more.
         if not self.is_sharded:
             return super().build_average(decay)
         with StateGuard():
+            self.draws.put_back()  # what the model draws of other values than its parameters, the average draws, too
             model = self._outline(self.make)
         average = Ema(self.model, decay, self._shard_modules(model, is_trained=False))
         average.take(self.model)  # also what the model leaves out of its state

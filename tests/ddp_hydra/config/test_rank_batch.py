@@ -59,13 +59,8 @@ def config(size=8, total=None, micro_batches=1, static=None):
 
 
 def settled(cfg, *arguments):
-    kept = OmegaConf.to_container(cfg)
-    batch, said = settle(cfg, kept, *arguments)
-    return (
-        RankBatch(cfg.data.batch_size, cfg.trainer.gradient_accumulation_steps),
-        {"config": kept, "batch": batch},
-        said,
-    )
+    batch, said = settle(cfg, *arguments)
+    return RankBatch(cfg.data.batch_size, cfg.trainer.gradient_accumulation_steps), {"batch": batch}, said
 
 
 @pytest.mark.parametrize(
@@ -98,6 +93,13 @@ def test_a_resume_keeps_the_global_batch_unless_another_one_is_asked_for(first):
     assert settled(config(**first), again, 4, 4) == (RankBatch(8, 1), saved, "")
     assert settled(config(total=96), saved, 3, 3)[::2] == (RankBatch(32, 1), "")
     assert settled(config(size=5), saved, 2, 2)[::2] == (RankBatch(5, 1), "")
+
+
+def test_a_resume_has_the_batch_of_a_variable_that_the_config_reads(monkeypatch):
+    monkeypatch.setenv("BATCH", "8")
+    _, saved, _ = settled(config("${oc.decode:${oc.env:BATCH}}"), {}, 4, 4)
+    monkeypatch.setenv("BATCH", "16")
+    assert settled(config("${oc.decode:${oc.env:BATCH}}"), saved, 4, 4)[::2] == (RankBatch(16, 1), "")
 
 
 def test_a_restart_before_the_first_checkpoint_has_the_global_batch_of_the_first_attempt():

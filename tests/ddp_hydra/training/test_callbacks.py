@@ -174,6 +174,42 @@ class Averaging(Callback):
             self.average.load_state_dict(state)
 
 
+class Seldom(Callback):
+    """Has a state once there is something to keep. It takes all of its states."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_step(self, run: Any) -> None:
+        self.steps.append(run.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": list(self.steps)} if self.steps else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state.get("steps", [])
+
+
+def test_a_rollback_goes_back_to_a_state_that_was_empty(train):
+    parts = with_callbacks(it=(f"{HERE}.Seldom", {}))
+    rolled = train(fault=["nan,step=3"], on_nonfinite="rollback", parts=parts, epochs=1)
+    assert read(rolled.last)["callbacks"] == {"it": {"steps": [1, 2, 3, 4]}}
+
+
+class Renamed(Diary):
+    """Reads another key than the former class has written."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.days = state["pages"]
+
+
+def test_a_callback_that_does_not_take_its_state_is_named(train):
+    begun = train(parts=with_callbacks(diary=(f"{HERE}.Diary", {})), epochs=1)
+    said = r"callbacks\.diary \(Renamed\) does not take its state of the checkpoint \(KeyError: 'pages'\): resume with"
+    with pytest.raises(CheckpointError, match=said):
+        train(parts=with_callbacks(diary=(f"{HERE}.Renamed", {})), resume=begun.last)
+
+
 class Unsaveable(Averaging):
     on_step = Callback.on_step
 
@@ -344,6 +380,20 @@ def test_one_may_call_the_run_done_which_is_validated_then(train):
     assert run.texts == ["enough"]
 
 
+class SatisfiedBy(Callback):
+    """Calls the run done after some step."""
+
+    def on_step(self, run: Any) -> None:
+        if run.step == 5:
+            run.stop("good enough")
+
+
+def test_a_run_that_is_done_ends_where_it_was_asked_to_also_after_a_rollback(train):
+    parts = with_callbacks(it=(f"{HERE}.SatisfiedBy", {}))
+    run = train(parts=parts, fault=["nan,step=6"], on_nonfinite="rollback", checkpoint_every_epochs=0)
+    assert (run.value["steps"], run.value["stopped_early"], run.steps_saved) == (6, "good enough", [6])
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize("trainer", [{}, {"validate_every_steps": 3}], ids=str)
 def test_a_run_that_is_done_at_a_validation_takes_no_further_step(train, trainer):
@@ -424,6 +474,26 @@ def test_a_rollback_goes_back_to_where_parameters_were_unfrozen(train, net, call
     given |= {"fault": [f"nan,step={bad}"], "checkpoint_every_epochs": 0}
     rolled = train(on_nonfinite="rollback", **given)
     assert same(rolled.last, train(on_nonfinite="skip", **given).last)
+
+
+class ThawAgain(Thaw):
+    """Unfreezes after the first step, once the run has gone back to it."""
+
+    runs = 0
+
+    def on_step(self, run: Any) -> None:
+        self.runs += run.step == 1
+        if run.step == 1 and self.runs == 2:
+            run.unfreeze(["0.*"])
+
+
+@pytest.mark.medium
+def test_two_rollbacks_lose_nothing_of_the_epoch_means(train, net):
+    given = {"parts": {**unfrozen(), **with_callbacks(u=(f"{HERE}.ThawAgain", {}))}, "freeze": ["*", "!2.*"]}
+    given["parts"]["optimizer"] = {"lr": 0.0}  # the losses are the same, whatever is frozen
+    given |= {"fault": ["nan,step=3", "nan,step=4"], "log_every_steps": 2, "epochs": 1}
+    skipped, rolled = (train(on_nonfinite=way, **given) for way in ("skip", "rollback"))
+    assert rolled.metrics("train_epoch/loss") == skipped.metrics("train_epoch/loss")
 
 
 class ThawAmidEpoch(Callback):

@@ -328,6 +328,27 @@ def test_a_metric_that_needs_more_samples_than_it_is_tried_with_is_not_refused(t
     assert train(whole=REGRESSION, data=Values, parts=parts, epochs=1).metrics("val/my_r2")
 
 
+class NeedsAll(torchmetrics.Metric):
+    """Can't be computed from a part of the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("n", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, prediction: torch.Tensor, target: torch.Tensor) -> None:
+        self.n += len(target)
+
+    def compute(self) -> torch.Tensor:
+        if self.n < 5:
+            raise ValueError(f"only {self.n} samples")
+        return self.n
+
+
+def test_a_validation_that_is_stopped_computes_no_metric_that_needs_all_samples(train):
+    run = train(parts={"metrics": {"all": {"_target_": f"{__name__}.NeedsAll"}}}, stop_at=("validate", 4))
+    assert (run.value["interrupted"], run.steps_saved, run.metrics("val/all")) == ("interrupt", [4], [])
+
+
 def test_top_5_of_three_classes_is_left_out(train, capsys):
     class Named(Numbers):
         num_classes = 3

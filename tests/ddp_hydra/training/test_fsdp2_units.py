@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -225,6 +226,29 @@ def test_parameters_are_shares_after_a_validation(group, reshards):
     assert kept <= whole(parallel.model)  # a training does not gather them twice
     loss.backward()
     assert whole(parallel.model) == set()
+
+
+def test_a_pass_with_gradients_changes_no_fingerprint(group):
+    parallel = sharded(Decoder, min_params=300)
+    before = parallel.fingerprint()
+    parallel.model(TOKENS)
+    assert parallel.fingerprint() == before
+    assert whole(parallel.model) == set()
+
+
+class Shuffled(Decoder):
+    """Draws what is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = np.random.permutation(50)
+
+
+def test_an_average_has_drawn_what_the_model_has(group):
+    parallel = sharded(Shuffled)
+    np.random.rand()
+    average: Any = parallel.build_average(0.9).model
+    assert np.array_equal(average.order, parallel.model.order)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import torch
 from ddp_hydra import heartbeat
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.errors import NonFiniteLoss
+from ddp_hydra.tasks import Task
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.optimizers import UpdateBuilder
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, flat, same, weights
@@ -105,6 +106,32 @@ def test_a_rollback_may_go_back_into_the_epoch_before(train):
     run = train(fault=["nan,step=6"], on_nonfinite="rollback", **options)
     assert run.value["steps"] == 12
     assert [step for step, _ in run.metrics("val/loss")] == [4, 4, 8, 12]
+
+
+class Pair(torch.nn.Module):
+    """Two parts, each of which an update trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+
+
+class Spoils(Task):
+    """A weight becomes NaN after the step of its part, though no gradient is."""
+
+    def updates(self, step):
+        return ("one", "two")
+
+    def step(self, model, batch, update=""):
+        if update == "two" and model.training:
+            model.one.weight.data.fill_(torch.nan)
+        return torch.nn.functional.cross_entropy(model.get_submodule(update)(batch[0]), batch[1])
+
+
+def test_no_checkpoint_holds_a_part_that_is_not_finite(train):
+    whole = {"model": {"_target_": f"{__name__}.Pair"}, "task": {"_target_": f"{__name__}.Spoils", "metric": "loss"}}
+    with pytest.raises(NonFiniteLoss, match=r"the state after step 1 is not finite \(one.weight"):
+        train(whole=whole, parts={"objective": {"metric": "train/one/loss"}}, max_steps=1, val=0)
 
 
 def test_too_many_bad_steps_end_the_run(train):

@@ -85,6 +85,10 @@ VALUES: list[Any] = [
     {1, 2},
     frozenset({"a"}),
     {(1, "a"): 2, None: 3},
+    {np.int64(1): torch.ones(1), Level.HIGH: 2, pathlib.Path("a"): 3, (b"b", frozenset("c")): {}},
+    {np.int64(1), Colour.RED},
+    collections.OrderedDict([(pathlib.Path("b"), 1), ("a", 2)]),
+    collections.Counter({Colour.RED: 2}),
     range(1, 9, 2),
     slice(1, None, 2),
     collections.deque([1, 2], maxlen=3),
@@ -169,7 +173,9 @@ LEAVES = st.one_of(
     st.uuids(),
     st.sampled_from([Colour.RED, Level.HIGH, torch.float64, torch.Size([2])]),
 )
-KEYS = st.one_of(st.text(max_size=3), st.integers(), st.tuples(st.integers(), st.text(max_size=2)))
+KEYS = st.one_of(
+    st.text(max_size=3), st.integers(), st.binary(max_size=2), st.tuples(st.integers(), st.text(max_size=2))
+)
 NESTED = st.recursive(
     LEAVES,
     lambda inner: st.one_of(

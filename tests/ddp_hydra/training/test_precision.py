@@ -11,6 +11,7 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.losses import CrossEntropy
 from ddp_hydra.training import builders
 from ddp_hydra.training.checkpoint import read
+from ddp_hydra.training.state import together
 from tests.ddp_hydra.training.loop_runs import weights
 
 
@@ -77,6 +78,15 @@ def test_gradients_that_are_too_large_for_fp16_lower_the_scale_and_leave_the_ste
     start = train(max_steps=1, parts={"optimizer": {"lr": 1e-30}})
     assert torch.equal(weights(first), weights(start))
     assert not torch.equal(weights(run), weights(start))
+
+
+def test_scalers_of_several_updates_begin_anew_where_those_of_the_checkpoint_were_off():
+    scalers = together({name: torch.amp.GradScaler("cpu") for name in ("one", "two")})
+    off = together({name: torch.amp.GradScaler("cpu", enabled=False) for name in scalers})
+    before = scalers.state_dict()
+    scalers.load_state_dict(off.state_dict())
+    assert scalers.state_dict() == before
+    assert before["one"]["scale"] == 2**16
 
 
 def test_fp8_needs_a_gpu_that_has_it_and_torchao(monkeypatch):

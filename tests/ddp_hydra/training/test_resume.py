@@ -144,6 +144,28 @@ def test_another_objective_forgets_the_best_of_the_one_before(train):
     assert read(again.last)["best"] == again.metrics("val/loss")[-1][1]
 
 
+def test_a_plateau_goes_by_the_new_objective(train):
+    plateau = {"scheduler": {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau", "patience": 0}}
+    plateau["data"] = {"batch_size": 2, "val": {}}
+    first = train(whole=plateau, parts={"objective": {"metric": "val/loss", "direction": "minimize"}}, epochs=3)
+    again = train(whole=plateau, resume=first.last, epochs=4)
+    schedule = read(again.last)["scheduler"]
+    assert (schedule["mode"], schedule["best"]) == ("max", again.metrics("val/accuracy")[-1][1])
+    assert schedule["num_bad_epochs"] == 0
+
+
+def test_a_resume_has_the_value_of_a_key_that_a_list_refers_to(train):
+    first, again = optimized("Adam", betas=["${share}", 0.9]), optimized("Adam", betas=["${share}", 0.9])
+    begun = train(whole={**first, "share": 0.5}, stop_at=("forward", 4))
+    assert groups(train(whole={**again, "share": 0.8}, resume=begun.last))["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "scheduler", "task"])
+def test_a_group_may_be_another_node(train, name):
+    node = {**optimized("SGD", lr=0.1), "task": {"_target_": "ddp_hydra.tasks.Classification", "metric": "accuracy"}}
+    check_resume(train, whole={name: "${mine}", "mine": node[name]})
+
+
 PLACES = [
     (phase, step)
     for step in (1, STEPS, 2 * STEPS)

@@ -97,7 +97,7 @@ def test_checkpoints_have_the_modules_that_have_changed(train):
     saved = read(train(whole=parts_of(Teaching)).last)["task"]
     assert saved["parts"]["teacher"].keys() == {"weight", "bias"}
     assert saved["parts"]["frozen"] is None
-    assert (saved["parts"]["step_of"], saved["own"]) == ({"n": 8}, {})
+    assert (saved["parts"]["step_of"], saved["own"]) == ({"n": 8}, None)
     assert "task" not in read(train().last)
 
 
@@ -138,6 +138,21 @@ def test_a_step_that_is_left_out_moves_nothing_of_the_task(train, policy):
     assert of_task["parts"]["codes"]["0"].tolist() == [left] * 3
     assert of_task["parts"]["norm"]["num_batches_tracked"] == left
     assert of_task["parts"]["norm"]["running_var"].isfinite().all()
+
+
+class Seldom(Counting):
+    """Has a state once there is something to keep."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": self.n} if self.n else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n = state.get("n", 0)
+
+
+def test_a_rollback_goes_back_to_a_state_that_was_empty(train):
+    run = train(whole=parts_of(Seldom), fault=["nan,step=3"], on_nonfinite="rollback", epochs=1)
+    assert read(run.last)["task"]["own"] == {"n": 3}
 
 
 class Late(nn.Module):

@@ -79,6 +79,24 @@ def test_a_resume_with_another_argument_keeps_what_the_loss_has_learned(train):
     assert flat(read(resumed.last)["loss"]["centres"]) == flat(read(first.last)["loss"]["centres"])
 
 
+class Wider(nn.Module):
+    """Has other centres under the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.zeros(2, 3))
+
+    def forward(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(prediction, target) + F.mse_loss(prediction, self.centres.mean(0).expand(len(target), 3))
+
+
+def test_a_loss_of_another_class_begins_with_its_moments(train):
+    first = train(whole={**LOSS, **BY_LOSS}, stop_at=("update", 3))
+    changed = {**LOSS, **BY_LOSS, "loss": {"_target_": f"{__name__}.Wider"}}
+    resumed = read(train(whole=changed, resume=first.last).last)
+    assert resumed["optimizer"]["state"]["loss: centres"]["momentum_buffer"].shape == (2, 3)
+
+
 class Late(Task):
     """Holds the loss under another name than `criterion`."""
 

@@ -118,6 +118,14 @@ def test_a_rollback_goes_back_over_one(train):
     assert read(run.last)["validations"] == 4
 
 
+def test_a_rollback_validates_again_what_was_due_amid_an_epoch(train):
+    options = {"validate_every_steps": 2, "checkpoint_every_epochs": 0, "on_nonfinite": "rollback"}
+    stopped = train(stop_at=("update", 2), **options)
+    run = train(resume=stopped.last, fault=["nan,step=3"], **options)
+    assert validated(run) == [2, 2, 4, 6, 8]
+    assert [step for step, _ in run.metrics("train_epoch/loss")] == [4, 8]
+
+
 def test_one_before_the_first_step_is_logged_at_step_0_and_nothing_goes_by_it(train):
     parts = {**FALLING, "optimizer": {"lr": 5.0}}  # the first validation is the best
     run, plain = train(validate_first=True, parts=parts), train(parts=parts)
