@@ -31,7 +31,8 @@ from ddp_hydra.training.metrics import Count, Meter, computed, count, named
 from ddp_hydra.training.monitor import bad_of_all_ranks, count_bad
 from ddp_hydra.training.parallel import weights
 from ddp_hydra.training.parallel.parameter_groups import evaluation_mode
-from ddp_hydra.training.run import TrainingRun, seed_step
+from ddp_hydra.training.run import TrainingRun
+from ddp_hydra.training.seeds import seed_step
 from ddp_hydra.training.train_step import modules_of
 from ddp_hydra.training.update import Update
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from ddp_hydra.training.nonfinite import NonFiniteHandler, NonFiniteStep
 from ddp_hydra.training.optimizers import UpdateBuilder
 from ddp_hydra.training.parallel import Parallel, parameter_groups
 from ddp_hydra.training.profiler import Profiler
+from ddp_hydra.training.seeds import seed_step, seeded
 from ddp_hydra.training.state import Position, TrainingState, together
 from ddp_hydra.training.task_state import TaskState
 from ddp_hydra.training.train_step import loss_module
@@ -427,27 +427,6 @@ class TrainingRun:
 _OF_AN_UPDATE = 2
 
 
-@contextmanager
-def seeded(*key: int) -> Iterator[None]:
-    # The generators are then as before the block.
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    with draws.StateGuard():
-        draws.seed_by(*key)
-        if cuda is not None:
-            torch.cuda.manual_seed(draws.mixed(*key) % 2**63)
-        yield
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)
-
-
 def seeded_task(cfg: DictConfig, train_set: Any, device: torch.device) -> Task:
     seed_step(cfg.seed, 0, 1)  # wherever the model was built, and whatever that has drawn
     return builders.trained_task(cfg, train_set, device)
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    mixed = (seed * 1_000_003 + step) * 65_537 + rank
-    draws.seed_all(mixed)
-    torch.default_generator.manual_seed(mixed % 2**63)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(mixed % 2**63)
