@@ -87,6 +87,11 @@ def size_text(count: float) -> str:
     return f"{count:,.1f} TB"
 
 
+def listed(names: str | Iterable[str] | None) -> list[str]:
+    """Return names, of which one may be given as a text; [] for None."""
+    return [names] if isinstance(names, str) else list(names or ())
+
+
 def is_chosen(names: Sequence[str], patterns: Sequence[str]) -> bool:
     """Return whether the last pattern that fits one of the names is without "!"."""
     chosen = False

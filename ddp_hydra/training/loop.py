@@ -179,7 +179,6 @@ def forward_backward(
     counts: list[Count] = []
     for batch in micro_batches:
         heartbeat.at("forward", run.step)
-        run.monitor.count(batch, update)
         with update.part.sync_gradients(batch.last):
             with run.autocast:
                 result = update.part(batch.batch)
@@ -211,6 +210,7 @@ def validate_and_decide(run: TrainingRun, due: Actions, means: Mapping[str, floa
         run.log({} if run.stop else means)
     if validated:
         run.logged = {}  # a resume does not know what was logged before
+        run.model.eval()  # also where its average was validated, or nothing
         run.call("validation")
         run.hear_callbacks()
     metric = run.cfg.objective.metric

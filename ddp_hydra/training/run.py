@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.config import checkpoint_config, objective, rank_batch
+from ddp_hydra.console.text import listed
 from ddp_hydra.data import draws
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.data.streams import StreamSampler
@@ -234,9 +235,9 @@ class TrainingRun:
     def call(self, event: str) -> None:
         self.callbacks.call(event, RunView(self))
 
-    def unfreeze(self, patterns: Sequence[str], lr: float | None) -> None:
+    def unfreeze(self, patterns: str | Sequence[str], lr: float | None) -> None:
         # A collective.
-        stage = {"patterns": list(patterns), "lr": lr}
+        stage = {"patterns": listed(patterns), "lr": lr}
         self.updates = self.builder.unfrozen(self.updates, stage)
         self.monitor.watch(self.updates.values())
         self.frozen_norms = parameter_groups.frozen_norms(self.model)
@@ -271,7 +272,7 @@ class TrainingRun:
         heartbeat.at("load", self.step)
         batches = () if self.state.validation_due else self.batches()
         for micro_batches in self.loader.steps(batches, self.cfg.trainer.gradient_accumulation_steps):
-            yield micro_batches
+            yield map(self.monitor.count, micro_batches)
             if not self.epoch_is_over:
                 heartbeat.at("load", self.step)
 
@@ -283,7 +284,7 @@ class TrainingRun:
         return draws.numbered(batches, epoch, offset, self.sampler.global_batch, self.rank)
 
     def begin_updates(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[Update, Iterable[MicroBatch]]]:
-        names = self.task.updates(self.step)
+        names = listed(self.task.updates(self.step))
         check_updates(self.task, self.step, names, self.updates)
         if len(names) > 1:
             micro_batches = list(micro_batches)
