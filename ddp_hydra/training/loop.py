@@ -32,7 +32,7 @@ from ddp_hydra.training.monitor import bad_of_all_ranks, count_bad
 from ddp_hydra.training.parallel import weights
 from ddp_hydra.training.parallel.parameter_groups import evaluation_mode
 from ddp_hydra.training.run import TrainingRun
-from ddp_hydra.training.seeds import seed_step
+from ddp_hydra.training.seeds import OF_EVALUATION, seed_step, seeded
 from ddp_hydra.training.train_step import modules_of
 from ddp_hydra.training.update import Update
 
@@ -211,7 +211,8 @@ def validate_and_decide(run: TrainingRun, due: Actions, means: Mapping[str, floa
     if validated:
         run.logged = {}  # a resume does not know what was logged before
         run.model.eval()  # also where its average was validated, or nothing
-        run.call("validation")
+        with seeded(run.cfg.seed, run.position.step, run.rank, OF_EVALUATION):  # a resume may begin here
+            run.call("validation")
         run.hear_callbacks()
     metric = run.cfg.objective.metric
     has_new = validated or objective.is_of_run(metric)  # a callback logs it only where it is called

@@ -10,7 +10,7 @@ import torch
 from ddp_hydra.data import draws
 
 OF_EVALUATION = 3
-"""Ends the key of what is drawn where a model is validated, evaluated or predicts."""
+"""Ends the key of what is drawn where a model is validated, with the callbacks then, evaluated or predicts."""
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import nn
 from ddp_hydra.rank.world import ALONE
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.training import builders, export, inference, load_run
+from ddp_hydra.training.callbacks import Callback
 from tests.ddp_hydra.training.loop_runs import check_resume
 
 NUMBERS = {"_target_": "tests.ddp_hydra.training.loop_runs.Numbers", "n": 5}
@@ -43,7 +44,15 @@ class Noisy(Task):
         return model(batch[0] + torch.randn_like(batch[0]))
 
 
+class Notes(Callback):
+    """Draws at each validation."""
+
+    def on_validation(self, run: Any) -> None:
+        run.log({"my/note": torch.rand(())})
+
+
 GIVEN = {
+    "callbacks": {"notes": {"_target_": f"{__name__}.Notes"}},
     "model": {"_target_": f"{__name__}.Sketched"},
     "task": {"_target_": f"{__name__}.Noisy", "metric": "loss"},
     "objective": {"metric": "val/loss", "direction": "minimize"},
@@ -70,7 +79,10 @@ def evaluated(checkpoint: Path) -> float:
 
 @pytest.mark.parametrize("stop_at", [("update", 3), ("validate", 4), ("update", 8)], ids=str)
 def test_a_validation_draws_the_same_in_a_resumed_run(train, stop_at):
-    check_resume(train, stop_at, whole=GIVEN, validate_every_steps=3)
+    given = {"whole": GIVEN, "validate_every_steps": 3}
+    whole, stopped = check_resume(train, stop_at, **given)
+    notes = [note for run in (stopped, train(resume=stopped.last, **given)) for note in run.metrics("my/note")]
+    assert notes == whole.metrics("my/note")
 
 
 def test_an_evaluation_draws_as_the_validation_of_the_run(train):
