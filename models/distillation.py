@@ -33,9 +33,10 @@ class Distillation(Classification):
         x, y = self.mixed(batch)  # once: both models see the same
         step = self.counted(self.counting, model(x), y)
         with torch.no_grad():
-            goal = (self.teacher(x) / self.temperature).softmax(-1)
-        answer = (step.prediction / self.temperature).log_softmax(-1)
-        distance = F.kl_div(answer, goal, reduction="none").sum(-1)
+            axis = -1 if (found := self.axis_of(step.prediction, y)) is None else found
+            goal = (self.teacher(x) / self.temperature).softmax(axis)
+        answer = (step.prediction / self.temperature).log_softmax(axis)
+        distance = F.kl_div(answer, goal, reduction="none").sum(axis)
         if not y.is_floating_point():
             weights = self.counting.place_weights(y)
             distance = distance * (y != self.counting.ignore if weights is None else weights.to(distance.dtype))

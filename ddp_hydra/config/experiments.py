@@ -18,6 +18,7 @@ from ddp_hydra.config.checkpoint_config import as_typed
 from ddp_hydra.config.hydra_compat import typed_words
 from ddp_hydra.config.references import meet
 from ddp_hydra.config.schema import TOP
+from ddp_hydra.console.text import listed
 from ddp_hydra.errors import ConfigError
 
 GROUPS = ("experiment", "hparams_search", "debug")
@@ -143,6 +144,4 @@ def _check_values(cfg: DictConfig, values: Mapping[str, tuple[Any, str]]) -> Non
 
 
 def _options(value: Any) -> list[str]:
-    if value is None or value == "null":
-        return []
-    return [value] if isinstance(value, str) else list(value)
+    return [] if value == "null" else listed(value)

@@ -257,6 +257,8 @@ def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
             raise ConfigError(f"{node.get('_target_')}: {explain(str(node.get('_target_')), error)}") from error
         raise
     except (OSError, ValueError, TypeError, LookupError, ImportError, AttributeError) as error:
+        if text.may_pass(error) and not text.is_ours(error):  # our stores have tried again
+            raise
         raise ConfigError(f"{node.get('_target_')}: {reason_of(error, node)}") from error
 
 

@@ -134,7 +134,10 @@ def check_training(cfg: DictConfig) -> None:
             given, lacking = f"lr_reference_batch={reference}", "lr_rule=linear or optimizer.lr_rule=sqrt"
         raise ConfigError(f"optimizer.{given} needs a second key: give optimizer.{lacking}")
     for key, target in redact.leaves(OmegaConf.to_container(optimizer)):
-        if key.rpartition(".")[2] == "_target_" and str(target).endswith(".LBFGS"):
+        name = key.rpartition(".")[2]
+        if "." in key and name in ("lr_rule", "lr_reference_batch") and target not in (None, "none"):
+            raise ConfigError(f"optimizer.{key}={target} has no effect: give optimizer.{name}, for all updates")
+        if name == "_target_" and str(target).endswith(".LBFGS"):
             raise ConfigError(f"optimizer.{key}={target}: its step() needs a closure: give optimizer=adamw or sgd")
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shlex
+import socket
 import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
@@ -85,6 +86,11 @@ def size_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:,.1f} TB"
+
+
+def listed(names: str | Iterable[str] | None) -> list[str]:
+    """Return names, of which one may be given as a text; [] for None."""
+    return [names] if isinstance(names, str) else list(names or ())
 
 
 def is_chosen(names: Sequence[str], patterns: Sequence[str]) -> bool:
@@ -226,6 +232,18 @@ def is_deterministic(error: BaseException) -> bool:
     is_projects = any(_PACKED.fullmatch(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
     message = message_of(error)
     return not _TEMPORARY.search(message) and (is_projects or not _OF_THE_HOST.search(message))
+
+
+def may_pass(error: BaseException) -> bool:
+    """Tell whether an OSError is one of a network or a disk, or was raised because of one, as those of requests."""
+    cause: BaseException | None = error if isinstance(error, OSError) else None
+    while cause is not None:
+        # A file that is not there, or not allowed, is of a class of its own.
+        of_disk = type(cause) is OSError and cause.errno is not None
+        if of_disk or isinstance(cause, ConnectionError | TimeoutError | socket.gaierror):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def shortened(error: BaseException, others: str = "they are in the rank's log") -> str:

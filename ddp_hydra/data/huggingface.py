@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from ddp_hydra.console.text import listed
 from ddp_hydra.data.batch import unlike
 from ddp_hydra.errors import DataError
 from ddp_hydra.storage.urls import FORMATS, as_text
@@ -34,7 +35,7 @@ def load(
     split: str = "train",
     files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     streaming: bool = False,
-    columns: Sequence[str] | None = None,
+    columns: str | Sequence[str] | None = None,
     rename: Mapping[str, str] | None = None,
     transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     shuffle_buffer: int = 0,
@@ -68,8 +69,8 @@ def load(
     if transform is not None:
         data = data.map(transform) if streaming else data.map(transform, new_fingerprint=_fingerprint(data, transform))
     if columns is not None:
-        _check(columns, data.column_names)
-        data = data.select_columns(list(columns))
+        _check(columns := listed(columns), data.column_names)
+        data = data.select_columns(columns)
     if rename:
         _check(rename, data.column_names)
         data = data.rename_columns(dict(rename))

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from ddp_hydra import heartbeat
-from ddp_hydra.console.text import counted
+from ddp_hydra.console.text import counted, listed
 from ddp_hydra.data import huggingface
 from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.finetune import models
@@ -352,7 +352,7 @@ def _columns(source: Any, given: Sequence[str] | str | None, label: str | None) 
     import datasets
 
     there = list(source.column_names)
-    names = tuple([given] if isinstance(given, str) else given or ())
+    names = tuple(listed(given))
     if not names:
         names = next((kind for kind in KINDS if all(name in there for name in kind)), ())
     if not 1 <= len(names) <= 2:

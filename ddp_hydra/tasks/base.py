@@ -73,8 +73,8 @@ class Task:
         """
         found = {}
         for name, total in sums.items():
-            prefix, slash, last = name.rpartition("/")
-            n = sums.get(f"{name}/n", sums.get(f"{prefix}{slash}n"))
+            prefix, _, last = name.rpartition("/")
+            n = _count_of(name, sums)
             if last == "sum":
                 found[prefix] = float(total)
             elif last != "n" and n and total.ndim == 0:
@@ -130,7 +130,23 @@ class Task:
 
     def part(self, model: nn.Module, update: str) -> nn.Module:
         """Return the part of the model that an update trains; by default, the attribute of that name."""
-        return model.get_submodule(update)
+        try:
+            return model.get_submodule(update)
+        except AttributeError:
+            there = ", ".join(name for name, _ in model.named_children())
+            raise ConfigError(
+                f"{type(self).__name__}.updates(step) names {update!r}, and {type(model).__name__} has {there or 'no'} "
+                f"modules: name one of them, or define {type(self).__name__}.part(model, update)"
+            ) from None
+
+
+def _count_of(name: str, sums: Mapping[str, Tensor]) -> Tensor | None:
+    """Return what a sum is divided by: its own count, or the `n` of its update, never the count of another sum."""
+    n = sums.get(f"{name}/n")
+    while n is None and name:
+        name = name.rpartition("/")[0]
+        n = None if name in sums else sums.get(f"{name}/n".removeprefix("/"))
+    return n
 
 
 def inputs(batch: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ddp_hydra.console.text import listed
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.base import Step, Task
 from ddp_hydra.tasks.counting import IGNORED, update_counted
@@ -157,11 +158,11 @@ class ModelLoss(Task):
 
     def __init__(
         self,
-        without: tuple[str, ...] = ("labels", "label"),
+        without: str | Sequence[str] = ("labels", "label"),
         shift: bool | None = None,
         names: Sequence[str] = (),
     ) -> None:
-        self.without, self.shift, self.names = tuple(without), shift, names
+        self.without, self.shift, self.names = tuple(listed(without)), shift, names
         self.rules: tuple[str, ...] = ()  # which the batches so far have left; () before the first
 
     def step(self, model: Any, batch: Any) -> Step:

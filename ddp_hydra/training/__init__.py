@@ -4,6 +4,7 @@ loop            the loop; a dry run of it
 run             the parts of a run, and what the loop asks of them
 train_step      the forward pass of a task, as a module
 update          weighed losses, gradients become new weights; finite looks at them, nonfinite says what then
+seeds           what a model, a step and a validation draw
 consensus       what all ranks decide together
 cadence         when to log, validate, save and end
 

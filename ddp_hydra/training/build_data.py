@@ -235,10 +235,12 @@ def _refuse_without_length(cfg: DictConfig, data: Any) -> None:
     needs = []
     if cfg.trainer.max_steps is None:
         needs.append(f"trainer.epochs={cfg.trainer.epochs} without trainer.max_steps")
-    if cfg.scheduler.get("warmup_epochs"):
-        needs.append(f"scheduler.warmup_epochs={cfg.scheduler.warmup_epochs}")
-    if cfg.scheduler.get("by") == "epoch":
-        needs.append("scheduler.by=epoch")
+    of_updates = {f"scheduler.{name}": node for name, node in cfg.scheduler.items() if isinstance(node, DictConfig)}
+    for key, node in {"scheduler": cfg.scheduler, **of_updates}.items():
+        if node.get("warmup_epochs"):
+            needs.append(f"{key}.warmup_epochs={node.warmup_epochs}")
+        if node.get("by") == "epoch":
+            needs.append(f"{key}.by=epoch")
     if needs:
         raise ConfigError(
             f"{type(data).__name__} does not know how many samples it has, as needed for {', '.join(needs)}: give "

@@ -242,7 +242,7 @@ def eval_metrics(cfg: DictConfig, data: Any, device: torch.device, world: World)
 def evaluation(cfg: DictConfig, data: Any, task: Task, device: torch.device, parallel: Parallel) -> Evaluation:
     batches = loader(cfg, data, device, parallel.channels_last, parallel.world)
     metrics = eval_metrics(cfg, data, device, parallel.world)
-    return Evaluation(batches, cfg.data.batch_size, autocast(cfg, device, parallel), task, metrics)
+    return Evaluation(batches, cfg.data.batch_size, autocast(cfg, device, parallel), task, metrics, cfg.seed)
 
 
 def device(cfg: DictConfig) -> torch.device:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.config.objective import OWN, OWN_PREFIXES
-from ddp_hydra.console.text import is_chosen
+from ddp_hydra.console.text import is_chosen, listed
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training.cadence import is_due
@@ -200,13 +200,13 @@ class RunView:
                 results.warn(f"a callback asked to stop after step {self.step}: {reason}")
         signal.asked = signal.asked or heartbeat.REASONS.index("done" if done else "callback")
 
-    def unfreeze(self, patterns: Sequence[str], lr: float | None = None) -> None:
+    def unfreeze(self, patterns: str | Sequence[str], lr: float | None = None) -> None:
         """Train parameters that `trainer.freeze` has frozen, from now on, on all ranks. A collective.
 
         Checkpoints remember it, so a resumed run does the same.
 
         Args:
-            patterns: of parameter names, as of `trainer.freeze`.
+            patterns: of parameter names, as of `trainer.freeze`; a text is one of them.
             lr: the optimizer's own rate for them, to which the schedule applies; None: the rate of the others.
 
         Raises:
@@ -332,8 +332,8 @@ class Histograms(Callback):
         gradients: whether to show the gradients, too.
     """
 
-    def __init__(self, parameters: Sequence[str] = ("*",), every_steps: int = 100, gradients: bool = True) -> None:
-        self.parameters, self.every_steps, self.gradients = list(parameters), every_steps, gradients
+    def __init__(self, parameters: str | Sequence[str] = "*", every_steps: int = 100, gradients: bool = True) -> None:
+        self.parameters, self.every_steps, self.gradients = listed(parameters), every_steps, gradients
 
     def on_step(self, run: RunView) -> None:
         """Show them when it is time."""
@@ -355,8 +355,8 @@ class Unfreeze(Callback):
         lr: the optimizer's own rate for them; None: the rate of the others.
     """
 
-    def __init__(self, after_epochs: int, parameters: Sequence[str] = ("*",), lr: float | None = None) -> None:
-        self.after_epochs, self.parameters, self.lr = after_epochs, list(parameters), lr
+    def __init__(self, after_epochs: int, parameters: str | Sequence[str] = "*", lr: float | None = None) -> None:
+        self.after_epochs, self.parameters, self.lr = after_epochs, listed(parameters), lr
         self.done = False
 
     def on_validation(self, run: RunView) -> None:

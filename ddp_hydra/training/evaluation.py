@@ -28,6 +28,7 @@ from ddp_hydra.training.consensus import Rounds
 from ddp_hydra.training.metrics import Meter, added, computed, count, named
 from ddp_hydra.training.parallel.parameter_groups import evaluation_mode
 from ddp_hydra.training.parallel.weights import broadcast_buffers, restored_state, tensors_of
+from ddp_hydra.training.seeds import OF_EVALUATION, seeded
 from ddp_hydra.training.train_step import as_step, explained, loss_module, modules_of
 
 FEW = 8
@@ -45,6 +46,7 @@ class Evaluation:
     autocast: Any
     task: Task
     metrics: EvalMetrics
+    seed: int
 
     def try_few(self, model: nn.Module, metric: str) -> None:
         # A collective that changes nothing: a loss may learn from validations. A task's own `metrics` may need more
@@ -71,7 +73,7 @@ class Evaluation:
         loss = loss_module(self.task)
         broadcast_buffers(self.metrics.world, model, *([loss] if loss is not None else []))
         model.eval()
-        with evaluation_mode(modules_of(self.task)):
+        with evaluation_mode(modules_of(self.task)), seeded(self.seed, self.metrics.world.rank, OF_EVALUATION):
             return self._numbers(model, stop, are_few)
 
     def _numbers(self, model: nn.Module, stop: Callable[[], Any], are_few: bool) -> dict[str, float]:

@@ -34,6 +34,7 @@ from ddp_hydra.training import build_data, builders, plain_state
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.load_run import TrainedModel
 from ddp_hydra.training.parallel import weights
+from ddp_hydra.training.seeds import seeded_as
 
 Written = tuple[Callable[..., Any], tuple[str, ...]]
 """The written model as a function, and which of `FREE` it takes in any size."""
@@ -181,23 +182,27 @@ def safetensors(trained: TrainedModel, model: nn.Module, example: Example, path:
     mode = path.stat().st_mode
     save_model(weights.made_contiguous(model), str(path), {**meta, "step": str(trained.step)})
     path.chmod(mode)
-    again = builders.model(trained.cfg, trained.data).eval()
+    again = built_again(trained)
     weights.load_part(weights.made_contiguous(again), load_file(str(path)))
     return again, FREE[:1]
+
+
+def built_again(trained: TrainedModel, without_groups: Sequence[str] = ()) -> nn.Module:
+    with seeded_as(trained.cfg.seed, 0, 0):
+        return builders.model(without(trained.cfg, without_groups), trained.data).eval()
 
 
 def torch_file(trained: TrainedModel, model: nn.Module, example: Example, path: Path) -> Written:
     with path.open("wb") as file:  # torch's own writer of files doesn't say why one can't be written
         torch.save(plain_state.encode(model.state_dict()), file)
-    again = builders.model(trained.cfg, trained.data).eval()
+    again = built_again(trained)
     again.load_state_dict(plain_state.decode(torch.load(path, weights_only=True)))
     return again, FREE
 
 
 def huggingface(trained: TrainedModel, model: nn.Module, example: Example, path: Path, max_shard_size: str) -> Written:
     if adapter.has_adapter(model):
-        base = builders.model(without(trained.cfg, ["adapter"]), trained.data)
-        return adapter.save(model, base, path), FREE
+        return adapter.save(model, built_again(trained, ["adapter"]), path), FREE
     if not pretrained.is_of_transformers(model):
         raise ConfigError(
             f"format=huggingface is for models of transformers, and this is a {type(model).__name__}: give "

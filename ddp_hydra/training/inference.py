@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.config import checkpoint_config
-from ddp_hydra.data import draws, streams
+from ddp_hydra.data import streams
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.rank import fault_injection, spec
@@ -35,7 +35,7 @@ from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import Rounds, StepConsensus, StopSignal
 from ddp_hydra.training.data_description import DataDescription, length, shown
 from ddp_hydra.training.load_run import TrainedModel, refuse_reads, refuse_targets
-from ddp_hydra.training.run import seed_step
+from ddp_hydra.training.seeds import OF_EVALUATION, seeded, seeded_as
 from ddp_hydra.training.train_step import modules_of
 
 PARTS = 64
@@ -77,8 +77,7 @@ def opened(job: Mapping[str, Any], checkpoint: str, world: World) -> Iterator[In
     trained = load_run.restore_model(content, cfg, world)
     with build_data.opened(cfg, split, trained.device, trained.data, world) as data:
         check_data(trained.data, DataDescription.of(data), f"data.{split}", world)
-        with draws.StateGuard():
-            seed_step(cfg.seed, 0, 1)  # as in the training: what the task has drawn and not changed is in no checkpoint
+        with seeded_as(cfg.seed, 0, 1):  # what the task has drawn and not changed is in no checkpoint
             task = builders.task(cfg, trained.data, trained.device)
         load_run.restore_task(task, content, cfg, trained.data, world.rank, job["trust"])
         for module in modules_of(task):
@@ -193,7 +192,8 @@ def send_parts(run: Inference, loader: Loader, batches: Iterable[tuple[Any, list
             for batch, indices, is_own in group:
                 number += 1
                 heartbeat.at("validate", number)
-                with torch.no_grad(), autocast:
+                key = (trained.cfg.seed, indices[0] if is_own else -1, OF_EVALUATION)  # whichever rank computes it
+                with torch.no_grad(), autocast, seeded(*key):
                     predicted = run.task.predict(trained.model, batch)
                 if not is_own:
                     continue

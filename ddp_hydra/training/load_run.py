@@ -34,6 +34,7 @@ from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.data_description import DataDescription, shown
 from ddp_hydra.training.lr_schedules import FactorLR, first_rate, own_rate
 from ddp_hydra.training.parallel import Parallel, weights
+from ddp_hydra.training.seeds import seeded_as
 from ddp_hydra.training.sharded_checkpoint import PARTS_IN
 from ddp_hydra.training.state import ByName, TrainingState, defaults, each, without_loss
 from ddp_hydra.training.task_state import TaskState, load_part
@@ -111,7 +112,8 @@ def restore_model(content: dict[str, Any], cfg: DictConfig, world: World = ALONE
     device, data = builders.device(cfg), DataDescription.from_dict(content["data"])
     make, saved = partial(builders.model, cfg, data), content["model"]
     parallel = builders.inference_parallel(cfg, world)
-    parallel.build(cfg.trainer, make, device, saved=saved, is_trained=False)
+    with seeded_as(cfg.seed, 0, 0):  # what the model has drawn beside its state is in no checkpoint
+        parallel.build(cfg.trainer, make, device, saved=saved, is_trained=False)
     content = dict(sharded_checkpoint.with_parts(content, world, parallel.read_targets()))
     parallel.load(content)
     parallel.model.eval()

@@ -31,7 +31,8 @@ from ddp_hydra.training.metrics import Count, Meter, computed, count, named
 from ddp_hydra.training.monitor import bad_of_all_ranks, count_bad
 from ddp_hydra.training.parallel import weights
 from ddp_hydra.training.parallel.parameter_groups import evaluation_mode
-from ddp_hydra.training.run import TrainingRun, seed_step
+from ddp_hydra.training.run import TrainingRun
+from ddp_hydra.training.seeds import OF_EVALUATION, seed_step, seeded
 from ddp_hydra.training.train_step import modules_of
 from ddp_hydra.training.update import Update
 
@@ -179,7 +180,6 @@ def forward_backward(
     counts: list[Count] = []
     for batch in micro_batches:
         heartbeat.at("forward", run.step)
-        run.monitor.count(batch, update)
         with update.part.sync_gradients(batch.last):
             with run.autocast:
                 result = update.part(batch.batch)
@@ -211,7 +211,9 @@ def validate_and_decide(run: TrainingRun, due: Actions, means: Mapping[str, floa
         run.log({} if run.stop else means)
     if validated:
         run.logged = {}  # a resume does not know what was logged before
-        run.call("validation")
+        run.model.eval()  # also where its average was validated, or nothing
+        with seeded(run.cfg.seed, run.position.step, run.rank, OF_EVALUATION):  # a resume may begin here
+            run.call("validation")
         run.hear_callbacks()
     metric = run.cfg.objective.metric
     has_new = validated or objective.is_of_run(metric)  # a callback logs it only where it is called

@@ -40,7 +40,7 @@ def count(step: Step, size: int, update: str = "") -> Count:
     for name, (total, times) in results.take_means().items():
         sums[LOGGED + name] = total.to(step.loss.device) if isinstance(total, Tensor) else total
         sums[TIMES + name] = times
-    on_device = {name: part.detach() for name, part in sums.items() if isinstance(part, Tensor)}
+    on_device = {name: part.detach().to(step.loss.device) for name, part in sums.items() if isinstance(part, Tensor)}
     numbers = {name: float(part) for name, part in sums.items() if not isinstance(part, Tensor)}
     shapes = tuple((name, part.shape) for name, part in on_device.items())
     return Count(shapes, torch.cat([part.double().reshape(-1) for part in on_device.values()]), numbers)

@@ -130,19 +130,17 @@ class Monitor:
         self.watch(updates)
 
     def watch(self, updates: Collection[Update]) -> None:
-        self.counted: Update | None = None
         self.exchange.watch([update.part for update in updates])
         for update in updates:
             self.stragglers.watch(update.part.step)
 
-    def count(self, batch: MicroBatch, update: Update) -> None:
-        self.counted = self.counted or update  # others of a step have the same batches
-        if update is self.counted:
-            self.profiler.count(batch.size)
-            self.tokens += n_tokens(batch.batch)
+    def count(self, batch: MicroBatch) -> MicroBatch:
+        # Once, whatever the updates of its step.
+        self.profiler.count(batch.size)
+        self.tokens += n_tokens(batch.batch)
+        return batch
 
     def after_step(self) -> None:
-        self.counted = None
         self.exchange.steps += 1
         self.profiler.after_step()
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddp_hydra.config.targets import make, needed_arguments, parameters, without
+from ddp_hydra.console.text import listed
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders
@@ -112,7 +113,7 @@ class UpdateBuilder:
 
 
 def updates_of(task: Task) -> list[str]:
-    of_steps = {step: task.updates(step) for step in range(1, UPDATES_REPEAT + 1)}
+    of_steps = {step: listed(task.updates(step)) for step in range(1, UPDATES_REPEAT + 1)}
     names = list(dict.fromkeys(name for of_step in of_steps.values() for name in of_step))
     for step, of_step in of_steps.items():
         check_updates(task, step, of_step)

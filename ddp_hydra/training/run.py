@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from omegaconf import DictConfig
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.config import checkpoint_config, objective, rank_batch
+from ddp_hydra.console.text import listed
 from ddp_hydra.data import draws
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.data.streams import StreamSampler
@@ -34,6 +34,7 @@ from ddp_hydra.training.nonfinite import NonFiniteHandler, NonFiniteStep
 from ddp_hydra.training.optimizers import UpdateBuilder
 from ddp_hydra.training.parallel import Parallel, parameter_groups
 from ddp_hydra.training.profiler import Profiler
+from ddp_hydra.training.seeds import seed_step, seeded
 from ddp_hydra.training.state import Position, TrainingState, together
 from ddp_hydra.training.task_state import TaskState
 from ddp_hydra.training.train_step import loss_module
@@ -235,9 +236,9 @@ class TrainingRun:
     def call(self, event: str) -> None:
         self.callbacks.call(event, RunView(self))
 
-    def unfreeze(self, patterns: Sequence[str], lr: float | None) -> None:
+    def unfreeze(self, patterns: str | Sequence[str], lr: float | None) -> None:
         # A collective.
-        stage = {"patterns": list(patterns), "lr": lr}
+        stage = {"patterns": listed(patterns), "lr": lr}
         self.updates = self.builder.unfrozen(self.updates, stage)
         self.monitor.watch(self.updates.values())
         self.frozen_norms = parameter_groups.frozen_norms(self.model)
@@ -272,7 +273,7 @@ class TrainingRun:
         heartbeat.at("load", self.step)
         batches = () if self.state.validation_due else self.batches()
         for micro_batches in self.loader.steps(batches, self.cfg.trainer.gradient_accumulation_steps):
-            yield micro_batches
+            yield map(self.monitor.count, micro_batches)
             if not self.epoch_is_over:
                 heartbeat.at("load", self.step)
 
@@ -284,7 +285,7 @@ class TrainingRun:
         return draws.numbered(batches, epoch, offset, self.sampler.global_batch, self.rank)
 
     def begin_updates(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[Update, Iterable[MicroBatch]]]:
-        names = self.task.updates(self.step)
+        names = listed(self.task.updates(self.step))
         check_updates(self.task, self.step, names, self.updates)
         if len(names) > 1:
             micro_batches = list(micro_batches)
@@ -432,27 +433,6 @@ class TrainingRun:
 _OF_AN_UPDATE = 2
 
 
-@contextmanager
-def seeded(*key: int) -> Iterator[None]:
-    # The generators are then as before the block.
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    with draws.StateGuard():
-        draws.seed_by(*key)
-        if cuda is not None:
-            torch.cuda.manual_seed(draws.mixed(*key) % 2**63)
-        yield
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)
-
-
 def seeded_task(cfg: DictConfig, train_set: Any, device: torch.device) -> Task:
     seed_step(cfg.seed, 0, 1)  # wherever the model was built, and whatever that has drawn
     return builders.trained_task(cfg, train_set, device)
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    mixed = (seed * 1_000_003 + step) * 65_537 + rank
-    draws.seed_all(mixed)
-    torch.default_generator.manual_seed(mixed % 2**63)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(mixed % 2**63)

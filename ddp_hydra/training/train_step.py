@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import re
 import traceback
@@ -122,6 +123,8 @@ def as_step(result: Any, task: Task | None = None) -> Step:
     loss = loss.reshape(()) if loss.ndim else loss  # a view of a scalar would be one more node of the graph
     if isinstance(n, Tensor) and n.device.type == "cpu":
         n = n.item()
+    if not isinstance(n, Tensor | None) and not 0 <= n < math.inf:
+        raise ConfigError(f"the task's n is {n}: the loss is a mean over n things, so give 0 or more")
     if n is not None and not step.summed and (isinstance(n, Tensor) or not n):
         loss = loss.where(torch.as_tensor(n, device=loss.device) > 0, 0.0)
     return step if loss is step.loss and n is step.n else step._replace(loss=loss, n=n)

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from ddp_hydra.data.shards.write import write_shards
-from ddp_hydra.training.run import seed_step
+from ddp_hydra.training.seeds import seed_step
 from models.resnet import resnet18
 from tests.integration.support import training
 

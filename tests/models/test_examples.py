@@ -127,6 +127,14 @@ class TestDistillation:
         step.loss.backward()
         assert all(parameter.grad is None for parameter in teacher.parameters())
 
+    def test_the_classes_of_each_place_are_on_the_axis_of_the_loss(self, monkeypatch):
+        teacher, student = nn.Conv2d(1, 3, 1), nn.Conv2d(1, 3, 1)
+        monkeypatch.setattr("models.distillation.load_run.load", lambda run: SimpleNamespace(model=teacher))
+        x, y = torch.randn(2, 1, 4, 4), torch.randint(3, (2, 4, 4))
+        step = Distillation("teacher", 1.0, 1.0, criterion=nn.CrossEntropyLoss()).step(student, (x, y))
+        p, q = teacher(x).softmax(1), student(x).log_softmax(1)
+        assert step.loss.item() == pytest.approx((p * (p.log() - q)).sum(1).mean().item(), rel=1e-4)
+
     def test_a_student_that_answers_as_its_teacher_has_only_the_labels_to_learn(self, teacher):
         x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
         task = Distillation("outputs/teacher", share=1.0, criterion=CrossEntropy())

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddp_hydra.console.text import listed
 from ddp_hydra.errors import ConfigError
 
 MIN_PARAMS = 1e6
@@ -34,6 +35,7 @@ def units_of(model: nn.Module, classes: Sequence[str] | None, min_params: float 
 
 def blocks_of(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
     if classes is not None:
+        classes = listed(classes)
         known = sorted({type(module).__name__ for module in model.modules()})
         if lacking := sorted(set(classes) - set(known)):
             raise ConfigError(f"parallel.blocks has {', '.join(lacking)}, but the model has {', '.join(known)}")

@@ -347,6 +347,15 @@ def test_what_no_job_can_mean_is_refused_with_what_to_give(values, sentence):
     assert sentence in str(caught.value)
 
 
+def test_the_rule_of_the_rate_is_one_for_all_updates():
+    cfg = changed({})
+    cfg.optimizer = {"critic": {"_target_": "torch.optim.SGD", "lr_rule": "none", "lr_reference_batch": None}}
+    validate.check(cfg)
+    cfg.optimizer.critic.lr_rule = "sqrt"
+    with pytest.raises(ConfigError, match=r"optimizer\.critic\.lr_rule=sqrt has no effect: give optimizer\.lr_rule"):
+        validate.check(cfg)
+
+
 @pytest.mark.parametrize(
     "values",
     [

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import errno
+import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -128,6 +131,31 @@ def test_a_rank_says_what_its_import_raised(root, monkeypatch, target, said):
     monkeypatch.syspath_prepend(str(root))
     with pytest.raises(ConfigError, match=rf"^{target}: .*{said}"):
         targets.make(OmegaConf.create({"_target_": target}))
+
+
+def refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    urllib.request.urlopen(f"http://127.0.0.1:{port}")
+
+
+def stale() -> None:
+    raise OSError(errno.ESTALE, "Stale file handle")
+
+
+def missing() -> None:
+    Path("/no/such/file").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["refused", "stale"])
+def test_a_fault_of_a_network_or_a_disk_is_no_mistake(name):
+    with pytest.raises(OSError, match=r"refused|Stale"):
+        targets.make(OmegaConf.create({"_target_": f"{__name__}.{name}"}))
+
+
+def test_a_file_that_is_not_there_is_a_mistake():
+    with pytest.raises(ConfigError, match=r"missing: .*No such file"):
+        targets.make(OmegaConf.create({"_target_": f"{__name__}.missing"}))
 
 
 def test_a_text_that_reads_like_a_number_is_told():

@@ -53,7 +53,7 @@ def test_whole_files_are_a_map_style_data_set_of_dicts(load):
 
 @pytest.mark.parametrize("files", [4, 3])
 def test_ranks_share_the_files_of_a_stream_or_its_samples(load, files):
-    data = load(files=f"rows-[0-{files - 1}].parquet", streaming=True, columns=["label"])
+    data = load(files=f"rows-[0-{files - 1}].parquet", streaming=True, columns="label")
     seen = []
     for rank in range(2):
         loader = StreamLoader(data, CPU)

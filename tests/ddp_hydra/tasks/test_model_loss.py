@@ -89,7 +89,7 @@ def test_labels_are_not_given_when_it_predicts():
 
     batch = {"x": X, "labels": Y, "weight": Y}
     ModelLoss().predict(model, batch)
-    ModelLoss(without=("weight",)).predict(model, batch)
+    ModelLoss(without="weight").predict(model, batch)
     assert seen == [["weight", "x"], ["labels", "x"]]
 
 

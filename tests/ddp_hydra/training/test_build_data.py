@@ -81,6 +81,8 @@ def test_how_many_steps_are_planned(data, words, planned):
          r"trainer\.max_steps=<optimizer steps>"),
         (["trainer.max_steps=9", "scheduler.warmup_epochs=1", "scheduler.by=epoch"],
          r"for scheduler\.warmup_epochs=1, scheduler\.by=epoch: give .*data\.n_samples=<their number>"),
+        (["trainer.max_steps=9", "scheduler.critic.warmup_epochs=1", "scheduler.critic.by=epoch"],
+         r"for scheduler\.critic\.warmup_epochs=1, scheduler\.critic\.by=epoch: give "),
         (["trainer.max_steps=9", "sampler._target_=ddp_hydra.data.samplers.Weighted"],
          r"Weighted needs a data set with a length and __getitem__, and Endless is iterable"),
         (["trainer.max_steps=9", "sampler.drop_last=false"], r"sampler\.drop_last=false needs a data set with"),

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from ddp_hydra.data.samplers import Distributed
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import optimizers
@@ -42,6 +43,13 @@ class Parts(nn.Module):
         self.one, self.two, self.third = nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2)
         self.register_buffer("noise", torch.randn(3))
         self.scale = nn.Parameter(torch.randn(2))
+
+
+def test_a_part_that_the_model_lacks_is_told_with_those_that_it_has():
+    with pytest.raises(
+        ConfigError, match=r"Adversaries\.updates\(step\) names 'four', and Parts has one, two, third m"
+    ):
+        Adversaries().part(Parts(), "four")
 
 
 @in_world

@@ -24,7 +24,7 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import callbacks
 from ddp_hydra.training.callbacks import Callback, Callbacks, Unfreeze, WallClock
 from ddp_hydra.training.checkpoint import read
-from tests.ddp_hydra.training.loop_runs import STEPS, Run, check_resume, flat, same
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, STEPS, Run, check_resume, flat, same
 
 HERE = "tests.ddp_hydra.training.test_callbacks"
 
@@ -255,6 +255,18 @@ def test_without_a_validation_set_epochs_count(train):
     assert "validation 1 False, checkpoint 8" in run.texts[0]
 
 
+class Mode(Callback):
+    def on_validation(self, run: Any) -> None:
+        run.log({"my/training": run.model.training})
+
+
+@pytest.mark.parametrize(("ema_decay", "val"), [(0.9, 5), (None, 0)])
+def test_a_validation_leaves_the_model_in_evaluation_mode_for_callbacks(train, ema_decay, val):
+    parts = {**with_callbacks(mode=(f"{HERE}.Mode", {})), **BY_LOSS}
+    run = train(parts=parts, ema_decay=ema_decay, val=val, validate_every_steps=3)
+    assert {value for _, value in run.metrics("my/training")} == {0}
+
+
 class Scores(Callback):
     """Logs a score of its own: it rises, is no number, and falls."""
 
@@ -409,7 +421,7 @@ def test_a_run_that_is_done_at_a_validation_takes_no_further_step(train, trainer
 
 
 def test_histograms(train):
-    node = ("ddp_hydra.training.callbacks.Histograms", {"parameters": ["wei*"], "every_steps": 4})
+    node = ("ddp_hydra.training.callbacks.Histograms", {"parameters": "wei*", "every_steps": 4})
     run = train(parts=with_callbacks(histograms=node))
     shown = [(record.step, record.data.name) for record in run.records if record.kind == "histogram"]
     none = train(parts=with_callbacks(histograms=(node[0], {"every_steps": 0})), epochs=1)
@@ -463,13 +475,13 @@ class Thaw(Callback):
 
     def on_step(self, run: Any) -> None:
         if run.step == 2:
-            run.unfreeze(["0.*"])
+            run.unfreeze("0.*")
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize(("callback", "bad"), [("ddp_hydra.training.callbacks.Unfreeze", 6), (f"{HERE}.Thaw", 4)])
 def test_a_rollback_goes_back_to_where_parameters_were_unfrozen(train, net, callback, bad):
-    options = {"after_epochs": 1, "parameters": ["0.*"]} if callback.endswith("Unfreeze") else {}
+    options = {"after_epochs": 1, "parameters": "0.*"} if callback.endswith("Unfreeze") else {}
     given = {"parts": {**unfrozen(), **with_callbacks(u=(callback, options))}, "freeze": ["*", "!2.*"]}
     given |= {"fault": [f"nan,step={bad}"], "checkpoint_every_epochs": 0}
     rolled = train(on_nonfinite="rollback", **given)

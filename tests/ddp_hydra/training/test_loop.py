@@ -16,7 +16,7 @@ from ddp_hydra import heartbeat
 from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.tasks import Classification
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.run import seed_step
+from ddp_hydra.training.seeds import seed_step
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, RISING, STEPS, Numbers, Run, flat, same, weights
 
 # -- from end to end ---------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddp_hydra.tasks import Step
+from ddp_hydra.tasks import Step, Task
 from ddp_hydra.training.metrics import Meter, added, count
 from ddp_hydra.training.train_step import as_step
 
@@ -38,6 +38,19 @@ def test_a_number_that_depends_on_the_data_stays_on_the_device():
     one = count(Step(torch.tensor(0.5), torch.tensor(6)), 2)
     assert (one.numbers, dict(one.shapes).keys()) == ({}, {"loss", "n"})
     assert as_numbers(counted(Step(torch.tensor(0.5), torch.tensor(6))).take()) == {"loss": 3.0, "n": 6.0}
+
+
+def test_sums_are_counted_on_the_device_of_the_loss():
+    step = Step(torch.zeros((), device="meta"), 2, {"right": torch.tensor(3), "seen": (torch.tensor(1), 2)})
+    assert count(step, 2).sums.device.type == "meta"
+
+
+def test_a_sum_with_a_slash_in_its_name_is_divided_by_its_own_count_or_by_n():
+    sums = {"top/5": torch.tensor(3), "right": (torch.tensor(1), 2), "right/first": torch.tensor(2), "a/b": (6, 3)}
+    for update in ("", "critic"):
+        found = Task().metrics(counted(Step(torch.tensor(0.5), 4, sums), update=update).result())
+        expected = {"loss": 0.5, "top/5": 0.75, "right": 0.5, "right/first": 0.5, "a/b": 2.0}
+        assert found == {f"{update}/{name}".lstrip("/"): value for name, value in expected.items()}
 
 
 def test_updates_with_a_name_are_counted_apart():

@@ -19,7 +19,8 @@ from ddp_hydra.training.consensus import StopSignal
 from ddp_hydra.training.load_run import needed
 from ddp_hydra.training.loop import fit
 from ddp_hydra.training.parallel.fsdp2 import FSDP2
-from ddp_hydra.training.run import TrainingRun, seeded
+from ddp_hydra.training.run import TrainingRun
+from ddp_hydra.training.seeds import seeded
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, Run, check_resume, config
 from tests.ddp_hydra.training.plain_torch import CONSTANT, Net, rates
 

@@ -19,10 +19,10 @@ from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import ConfigError, NonFiniteLoss, OutOfMemory
 from ddp_hydra.rank.world import ALONE
-from ddp_hydra.tasks import Classification
+from ddp_hydra.tasks import Classification, Task
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.profiler import Profiler
-from tests.ddp_hydra.training.loop_runs import config
+from tests.ddp_hydra.training.loop_runs import STEPS, config
 
 HERE = "tests.ddp_hydra.training.test_profiler"
 
@@ -129,17 +129,49 @@ def test_a_run_too_short_for_its_profile_is_refused_with_what_to_type(train):
         train(epochs=1, profile_steps=2)
 
 
-def test_samples_and_tokens_count_once_whatever_the_updates_of_a_step():
+def test_samples_and_tokens_of_each_micro_batch_are_counted():
     loader = SimpleNamespace(device=torch.device("cpu"), waited_s=0.0)
     profiler = Profiler(0, nn.Linear(1, 1), loader.device, config().trainer, 2)
     profiler.trace = "under way"
     monitor = Monitor(SimpleNamespace(world=ALONE), Classification(nn.MSELoss()), loader, [], profiler, 0, None)
-    for updates in (["generator", "critic"], ["critic"]):
-        for update in updates:
-            for size in (3, 2):
-                monitor.count(MicroBatch(torch.zeros(size, 7, dtype=torch.long), size, size == 2), update)
-        monitor.after_step()
-    assert (profiler.samples, monitor.tokens) == (10, 70)
+    for size in (3, 2):
+        monitor.count(MicroBatch(torch.zeros(size, 7, dtype=torch.long), size, size == 2))
+    assert (profiler.samples, monitor.tokens) == (5, 35)
+
+
+class Repeats(Task):
+    """Updates a part of the model twice in a step."""
+
+    def updates(self, step: int) -> list[str] | str:
+        return ["0", "0", "1"] if step % 2 else "1"
+
+    def step(self, model: Any, batch: Any, update: str = "") -> torch.Tensor:
+        return model(batch[0]).mean()
+
+
+class Tokens:
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.arange(7), torch.tensor(0)
+
+
+def of_parts() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(7, 2), nn.Linear(2, 2))
+
+
+def test_tokens_of_a_run_count_once_whatever_the_updates_of_a_step(train, monkeypatch):
+    counted: list[int] = []
+    monkeypatch.setattr("ddp_hydra.training.monitor.n_tokens", lambda batch: counted.append(batch[0].numel()) or 0)
+    whole = {"model": {"_target_": f"{HERE}.of_parts"}, "task": {"_target_": f"{HERE}.Repeats"}}
+    whole["objective"] = {"metric": "train/1/loss", "direction": "minimize"}
+    whole["parallel"] = {"_target_": "ddp_hydra.training.parallel.none.Unwrapped"}
+    train(whole=whole, data=Tokens, val=0, epochs=1)
+    assert counted == [14] * STEPS
 
 
 # -- who is slow -------------------------------------------------------------------------------------------

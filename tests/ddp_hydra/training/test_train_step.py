@@ -134,6 +134,8 @@ class Returns(Task):
         (lambda loss: Step(loss, 4, {"right": torch.ones(4)}), r"'right' is \(4,\) float32: add it up.*define Returns"),
         (lambda loss: Step(loss, 4, {"right": torch.ones(1)}), r"'right' is \(1,\) float32: add it up"),
         (lambda loss: Step(loss, 4, {"right": [1, 2]}), r"'right' is \[int, int\]: give a number, a tensor, or a pair"),
+        (lambda loss: Step(loss, -1), r"the task's n is -1: .*give 0 or more"),
+        (lambda loss: Step(loss, torch.tensor(float("nan"))), r"the task's n is nan: "),
         (lambda loss: loss.detach(), r"depends on none of the weights.*return Step\(loss, n=0\)"),
     ],
 )
