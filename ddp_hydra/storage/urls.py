@@ -256,4 +256,7 @@ def address(root: str, run_dir: Path) -> str:
         parts = run_dir.absolute().parts[-2:]
     elif len(parts) > 1 and parts[0] in ("outputs", "multirun"):
         parts = parts[1:]
-    return "/".join((root, *parts))
+    place = "/".join((root, *parts))
+    if not is_url(root) and os.path.realpath(place) == os.path.realpath(run_dir):
+        raise ConfigError(f"results.root={root}: {place} is the command's own run directory: give another folder")
+    return place
