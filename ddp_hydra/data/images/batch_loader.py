@@ -71,6 +71,7 @@ class BadSamples(ProcessLocal):
         self.images = images
         self.reasons: dict[str, str] = {}  # {name: what is wrong}
         self.counts: dict[str, int] = {}  # {name of a shard: how many samples it has}
+        self.names: dict[int, str] = {}  # {index of a bad sample: its name, or that of its lost shard}
         self.next: dict[int, int] = {}  # {index of a bad sample: the index that follows it, or its lost shard}
         self._begin_process_state()
 
@@ -92,6 +93,7 @@ class BadSamples(ProcessLocal):
                 self.counts[name] = error.count
             # They are read without the lock, so a bad sample's reason and count are there before it.
             self.reasons[name] = str(error)
+            self.names.update(dict.fromkeys(lost, name))
             self.next.update(dict.fromkeys(lost, lost.stop % n_samples))
         if self.count > max_fraction * n_samples:
             advice = self.images.advice_on_missing() if isinstance(error, FileNotFoundError) else ""

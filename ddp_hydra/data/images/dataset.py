@@ -145,8 +145,7 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
 
     def error_of(self, index: int) -> str:
         """Return why a sample that was read is replaced by another; "" if it is not."""
-        is_bad = index in self._bad.next
-        return self.bad.get(self.name(index), "its shard can't be read") if is_bad else ""
+        return self.bad[self._bad.names[index]] if index in self._bad.next else ""
 
     @property
     def bad(self) -> dict[str, str]:

@@ -350,9 +350,13 @@ def _in_gib(n_bytes: int) -> int:
 
 
 def _file_name(shard: Shard, endpoint_url: str | None) -> str:
-    # Return the name of a shard's file: a different one for each URL, store, size and MD5.
+    # Return the name of a shard's file: a different one for each URL, store, size and MD5, and time of a local file.
     endpoint = endpoint_url if shard.url.startswith("s3:") else None
-    identity = "\n".join(map(str, (shard.url, endpoint, shard.size, shard.md5)))
+    written: tuple[int, ...] = ()
+    if not is_remote(shard.url):
+        with contextlib.suppress(OSError):  # it is said when the shard is needed
+            written = (Path(shard.url).stat().st_mtime_ns,)
+    identity = "\n".join(map(str, (shard.url, endpoint, shard.size, shard.md5, *written)))
     readable = re.sub(r"[^\w.-]", "_", bare_url(shard.url).rpartition("/")[2], flags=re.ASCII)
     readable = re.sub(r"(\.tar(\.gz)?|\.tgz)$", "", readable)[-60:]
     return f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}-{readable}.tar"

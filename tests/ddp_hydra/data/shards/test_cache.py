@@ -6,6 +6,7 @@ import ast
 import errno
 import fcntl
 import gzip
+import os
 import pickle
 import random
 import shutil
@@ -104,6 +105,14 @@ def test_a_compressed_shard_is_unpacked_into_the_cache(server, cache_of, tmp_pat
     assert server.gets(f"/{name}") == (place == "web")
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
     assert [path.stat().st_size for path in (tmp_path / "cache").glob("*.tar")] == [len(plain)]
+
+
+def test_a_compressed_shard_of_this_machine_that_is_written_anew_is_unpacked_anew(cache_of, tmp_path):
+    path = tmp_path / "a.tar.gz"
+    for start, mtime in ((0, 1), (500, 2)):
+        path.write_bytes(gzip.compress(numbered(start, COUNT)))
+        os.utime(path, (mtime, mtime))
+        assert label(cache_of([Shard(str(path), COUNT)]), 0) == start
 
 
 def test_a_file_has_a_name_for_each_url_and_version_and_no_secret(server, cache_of, tmp_path):
