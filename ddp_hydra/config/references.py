@@ -150,18 +150,21 @@ def read_by(is_reader: Callable[[str], bool], config: DictConfig) -> set[str]:
     values = dict(with_full_names(content, (Mapping, list)))
     found, readers = set[str](), {key for key in values if is_reader(key)}
     while readers:
-        words = {word for key in readers for word in _words(values.pop(key))}
+        words = {word for key in readers for word in _words_inside(values.pop(key))}
         found |= words
         readers = {key for key in values if any(meet(key, word) for word in words)}
     return found
 
 
-def _words(value: Any) -> Iterator[str]:
-    """Yield the words inside the interpolations of a value."""
+def _words_inside(value: Any) -> Iterator[str]:
     while isinstance(value, str) and (found := _INTERPOLATION.search(value)):  # the inner ones first
-        for word in re.findall(r"[\w.\[\]-]+", found[0]):
-            yield word.replace("[", ".").replace("]", "").rstrip(".")  # it may go on with another value
+        yield from _words(found[0])
         value = value.replace(found[0], "$")
+
+
+def _words(text: str) -> Iterator[str]:
+    for word in re.findall(r"[\w.\[\]-]+", text):
+        yield word.replace("[", ".").replace("]", "").rstrip(".")  # it may go on with another value
 
 
 def meet(key: str, other: str) -> bool:
@@ -172,7 +175,8 @@ def meet(key: str, other: str) -> bool:
 def is_read(key: str, config: Any) -> bool:
     """Return whether interpolations read a key: by itself, with a node around it, or in part."""
     values = (value for _, value in with_full_names(config, (Mapping, list)))
-    return any(meet(key, word) for value in values for word in _words(value))
+    texts = (value for value in values if isinstance(value, str) and "${" in value)
+    return any(meet(key, word) for text in texts for word in _words(text))
 
 
 def with_full_names(config: Any, inside: tuple[type, ...] = (Mapping,)) -> Iterator[tuple[str, Any]]:
