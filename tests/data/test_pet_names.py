@@ -167,6 +167,10 @@ def test_names_in_a_bucket_are_read_once_and_then_from_the_cache(s3, tmp_path):
     bucket = s3.fill({"lists/names.json": b'["rex", "fido"]'})
     source = {"source": f"s3://{bucket}/lists/names.json", "cache_dir": str(tmp_path)}
     assert PetNames(**source, endpoint_url=s3.endpoint_url).names == ["rex", "fido"]
+    s3.add(bucket, {"lists/names.json": b'["bo"]'})
+    other = s3.endpoint_url.replace("127.0.0.1", "localhost")  # another store may have such a bucket, too
+    assert other != s3.endpoint_url
+    assert PetNames(**source, endpoint_url=other).names == ["bo"]
     with pytest.raises(FileNotFoundError, match=r"no object s3://bucket-0/other\.json.*data\.source="):
         PetNames(f"s3://{bucket}/other.json", cache_dir=str(tmp_path), endpoint_url=s3.endpoint_url)
     s3.delete(bucket, "lists/names.json")

@@ -269,6 +269,8 @@ def test_a_listing_that_is_young_enough_is_taken_from_disk(folder, s3, png, monk
     assert len(folder(bucket, "t")) == 3
     s3.add(bucket, {"u/b/3.png": png()})
     assert len(folder(bucket, "", listing_max_age_s=3600)) == 4  # another prefix is another listing
+    other = s3.endpoint_url.replace("127.0.0.1", "localhost")
+    assert len(folder(bucket, "t", listing_max_age_s=3600, endpoint_url=other)) == 3  # and so is another store
     for file in (tmp_path / "ddp_hydra" / "listings").iterdir():
         os.utime(file, (0, 0))
     assert len(folder(bucket, "t", listing_max_age_s=3600)) == 3
