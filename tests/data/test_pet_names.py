@@ -161,6 +161,14 @@ def test_a_source_that_cannot_be_read_says_why_and_what_to_give(web, tmp_path, f
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_secret_of_a_source_is_said(web, tmp_path):
+    for content in (b"no", b"{}", b'["A"]'):
+        web.content = content
+        with pytest.raises(ValueError, match=r"/names\.json") as raised:
+            PetNames(f"{web.url}?token=secret", cache_dir=str(tmp_path))
+        assert "secret" not in str(raised.value)
+
+
 @pytest.mark.integration
 @pytest.mark.usefixtures("credentials")
 def test_names_in_a_bucket_are_read_once_and_then_from_the_cache(s3, tmp_path):

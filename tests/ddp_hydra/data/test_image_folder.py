@@ -252,6 +252,7 @@ def test_a_given_endpoint_wins_over_the_environment_and_over_a_proxy(folder, s3,
             r"'localhost:9000'.*data\.endpoint_url=http://",
         ),
         ({"bucket": None}, r"no bucket is given.*data\.bucket="),
+        ({"bucket": None, "endpoint_url": "http://me:secret@host"}, r"^endpoint_url is 'http://host', and no bucket"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(folder, arguments, typed):

@@ -24,6 +24,7 @@ from ddp_hydra.data.shards import cache_folder as shard_folder
 from ddp_hydra.data.shards import download as shard_download
 from ddp_hydra.data.shards.cache import ShardCache
 from ddp_hydra.data.shards.index import Shard
+from ddp_hydra.storage import Access
 from tests.support.shard_caches import COUNT, files, label, serve, settle, shard_of, wait_until
 from tests.support.tar_server import numbered
 
@@ -125,6 +126,15 @@ def test_a_file_has_a_name_for_each_url_and_version_and_no_secret(server, cache_
     content = numbered(700, COUNT)
     server.add(a=content)
     assert label(cache_of([shard_of(server, "/a.tar", content)]), 0) == 700
+
+
+def test_a_bucket_of_another_endpoint_is_another_one(monkeypatch):
+    shards, names = [Shard("s3://bucket/a.tar", COUNT)], []
+    for endpoint in ("http://one", "http://two"):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        names.append(ShardCache(shards)._names[0])
+    assert ShardCache(shards, access=Access(endpoint_url="http://one"))._names == names[:1]
+    assert len(set(names)) == 2
 
 
 def test_a_folder_that_is_removed_is_made_again(server, cache_of, tmp_path):
