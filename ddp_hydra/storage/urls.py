@@ -75,7 +75,7 @@ class Access:
         if "://" in url and parts.scheme not in ("file", "http", "https"):
             _check_scheme(parts.scheme, self.setting)
             root = f"{parts.scheme}://{parts.netloc}"
-            return self._store(root), url.removeprefix(root).strip("/")
+            return self._store(root), url[len(root) :].strip("/")  # S3:// is s3://
         if parts.scheme in ("http", "https"):
             query = f"?{parts.query}" if parts.query else ""
             return self._store(f"{parts.scheme}://{parts.netloc}/{query}"), unquote(parts.path).lstrip("/")
