@@ -130,11 +130,11 @@ class WidsShards(ProcessLocal, Dataset):
         return self._open(number, inner).fields(inner)
 
     def key(self, index: int) -> str:
-        """Return the name of a sample: its shard, which is opened for that, and its key; if that fails, its place."""
+        """Return the name of a sample: its shard, which is opened for that, and its key; of a lost shard its place."""
         number, inner = self.find(index)
         try:
             key = self._cache.open(number).members.key(inner)
-        except (ValueError, OSError):
+        except (ValueError, FileNotFoundError, PermissionError):
             key = f"[{inner}]"
         return f"{bare_url(self.shards[number].url)}/{key}"
 

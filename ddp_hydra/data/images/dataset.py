@@ -221,7 +221,7 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         # Raises `error` itself, if it is not the sample's own.
         if not is_of_sample(error, self._works):
             raise error
-        self._bad.add(index, self.name(index), error)
+        self._bad.add(index, error)
         if in_a_row >= MOST_IN_A_ROW:
             some = examples(self._bad.reasons)
             raise TooManyBadSamplesError(f"{in_a_row} images in a row of {self.where()} can't be read: {some}")
