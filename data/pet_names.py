@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from ddp_hydra.data.names import check, check_range, is_of
-from ddp_hydra.storage import Access, is_remote
+from ddp_hydra.storage import Access, bare_url, is_remote
 from ddp_hydra.storage.files import private_folder, replacing, user_cache
 from ddp_hydra.storage.object_store import download
 from ddp_hydra.storage.urls import as_text
@@ -196,11 +196,13 @@ def _load(source: str, cache_dir: str | None, timeout_s: float, access: dict[str
     if not is_remote(source):
         return _parse(_read(source, timeout_s, access), source)
     folder = Path(cache_dir).expanduser() if cache_dir else user_cache()
-    name = f"{hashlib.sha256(source.encode()).hexdigest()[:16]}-names.json"
+    endpoint = Access(**access, setting="data.source").open(source)[0].endpoint_url  # two stores may have such a bucket
+    identity = source if endpoint is None else f"{source} {endpoint}"
+    name = f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}-names.json"
     with contextlib.suppress(OSError, ValueError):  # not there yet, or damaged
-        return _parse((private_folder(folder) / name).read_bytes(), source)
+        return _parse((private_folder(folder) / name).read_bytes(), bare_url(source))
     content = _read(source, timeout_s, access)
-    names = _parse(content, source)
+    names = _parse(content, bare_url(source))
     try:
         with replacing(private_folder(folder) / name, durable=False) as part:
             part.write_bytes(content)
@@ -218,7 +220,7 @@ def _read(source: str, timeout_s: float, access: dict[str, Any]) -> bytes:
     except OSError as error:
         kinds = (FileNotFoundError, PermissionError, ConnectionError)
         kind = next((kind for kind in kinds if isinstance(error, kind)), FileNotFoundError)
-        place = f"source {source!r} on {socket.gethostname()}: " if error.filename else ""
+        place = f"source {bare_url(source)!r} on {socket.gethostname()}: " if error.filename else ""
         raise kind(f"{place}{error}; {_SET_SOURCE}") from None
 
 

@@ -34,6 +34,7 @@ from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job.job_config import settings_of_hydra
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.run_dir import HYDRA, has_record, hold, refuse_other_run
+from ddp_hydra.job.summary import shown_path
 from ddp_hydra.runs.describe import status_of
 from ddp_hydra.storage.base import bare_url
 from ddp_hydra.storage.files import new_folder, write_atomic
@@ -390,7 +391,7 @@ class Run:
         return Path(inference.predict(str(self.dir), out, which, split, overwrite, changes, targets)["out"])
 
     def __repr__(self) -> str:
-        return f"<Run {self.dir}: {self.status}>"
+        return f"<Run {shown_path(self.dir)}: {self.status}>"
 
 
 def _checked_changes(changes: Sequence[str]) -> tuple[str, ...]:
@@ -412,7 +413,7 @@ class StartedRun(Run):
     """
 
     def __init__(self, job: ComposedConfig) -> None:
-        self.dir = job.run_dir  # a dry run has none
+        self.dir = job.run_dir.absolute()  # the program may change its folder; a dry run has none
         self._job = job
         self._stop = threading.Event()
         self._error: BaseException | None = None
@@ -422,7 +423,7 @@ class StartedRun(Run):
     def perform(self) -> None:
         """Run the job in this thread."""
         job = self._job
-        with interrupted(f"interrupted: {self.dir} has no checkpoint yet"), job.in_its_folder() as run_dir:
+        with interrupted(f"interrupted: {shown_path(self.dir)} has no checkpoint yet"), job.in_its_folder() as run_dir:
             run_job(job.cfg, run_dir, job.overrides, stop=self._stop, rank_settings=job.rank_settings)
 
     def _work(self) -> None:
@@ -454,13 +455,13 @@ class StartedRun(Run):
     def _end_with_program(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
         if not self.done():
-            go_on = text.typed("resume", self.dir)
+            go_on = text.typed("resume", shown_path(self.dir))
             said = f"it has not ended in {background.CLOSE_S:g} s; what it has saved goes on with {go_on}"
         elif self._error is not None:
             said = text.message_of(self._error)
         else:
             return
-        print_line(f"the program ends, and the run in {self.dir} with it: {said}")
+        print_line(f"the program ends, and the run in {shown_path(self.dir)} with it: {said}")
 
     def wait(self, timeout_s: float | None = None) -> StartedRun:
         """Wait for the end. An interrupt meanwhile, as by the stop button of a notebook, stops the run.
@@ -481,7 +482,7 @@ class StartedRun(Run):
             self.stop()
             self._thread.join()
         if not self.done():
-            raise TimeoutError(f"{self.dir} has not ended after {timeout_s:g} s; it goes on")
+            raise TimeoutError(f"{shown_path(self.dir)} has not ended after {timeout_s:g} s; it goes on")
         if self._error is not None:
             raise self._error
         return self

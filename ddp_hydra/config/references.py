@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -142,11 +142,29 @@ def _node(config: Any, path: tuple[Any, ...]) -> Any:
     return functools.reduce(lambda node, key: node[key], path, config)
 
 
-def interpolated(config: Any) -> Iterator[str]:
-    """Yield the words inside all interpolations, with the full names of the keys that other values refer to."""
-    for _, value in with_full_names(config, (Mapping, list)):
-        for word in re.findall(r"[\w.\[\]-]+", value) if isinstance(value, str) and "${" in value else ():
-            yield word.replace("[", ".").replace("]", "")
+def read_by(is_reader: Callable[[str], bool], config: DictConfig) -> set[str]:
+    """Return the keys that the values of some keys refer to, also by way of values of other keys."""
+    content = OmegaConf.to_container(config)
+    assert isinstance(content, dict)
+    content.pop("hydra", None)
+    values = dict(with_full_names(content, (Mapping, list)))
+    found, readers = set[str](), {key for key in values if is_reader(key)}
+    while readers:
+        words = {word for key in readers for word in _words_inside(values.pop(key))}
+        found |= words
+        readers = {key for key in values if any(meet(key, word) for word in words)}
+    return found
+
+
+def _words_inside(value: Any) -> Iterator[str]:
+    while isinstance(value, str) and (found := _INTERPOLATION.search(value)):  # the inner ones first
+        yield from _words(found[0])
+        value = value.replace(found[0], "$")
+
+
+def _words(text: str) -> Iterator[str]:
+    for word in re.findall(r"[\w.\[\]-]+", text):
+        yield word.replace("[", ".").replace("]", "").rstrip(".")  # it may go on with another value
 
 
 def meet(key: str, other: str) -> bool:
@@ -156,7 +174,9 @@ def meet(key: str, other: str) -> bool:
 
 def is_read(key: str, config: Any) -> bool:
     """Return whether interpolations read a key: by itself, with a node around it, or in part."""
-    return any(meet(key, word.rstrip(".")) for word in interpolated(config))  # a word goes on with another value
+    values = (value for _, value in with_full_names(config, (Mapping, list)))
+    texts = (value for value in values if isinstance(value, str) and "${" in value)
+    return any(meet(key, word) for text in texts for word in _words(text))
 
 
 def with_full_names(config: Any, inside: tuple[type, ...] = (Mapping,)) -> Iterator[tuple[str, Any]]:

@@ -35,6 +35,11 @@ def printable(text: str, is_output: bool = False) -> str:
     return (_CONTROLS_OF_OUTPUT if is_output else _CONTROLS).sub("", _ESCAPES.sub("", text))
 
 
+def encodable(text: str) -> str:
+    r"""Return a text with `\udce9` for such a byte of a file name that is not UTF-8: no file and no record takes it."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def one_line(text: str, most: int = 0) -> str:
     """Return a text as one line that does nothing in a terminal, of `most` letters if that is not 0."""
     line = " ".join(printable(text).split())

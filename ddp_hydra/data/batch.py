@@ -139,7 +139,8 @@ def mapped(change: Callable[[Any], Any], batch: Any, method: str = "") -> Any:
         return kind([mapped(change, part, method) for part in batch])
     if kind is dict:
         return {key: mapped(change, part, method) for key, part in batch.items()}
-    if isinstance(batch, Tensor) or (method and not isinstance(batch, type) and callable(getattr(batch, method, None))):
+    # A dict of the user's, whose keys are its attributes, raises KeyError for another one.
+    if isinstance(batch, Tensor) or (method and callable(getattr(kind, method, None))):
         return change(batch)
     if (parts := _parts(batch)) is None:
         return batch

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from ddp_hydra.config import redact
 from ddp_hydra.console.text import listed
 from ddp_hydra.data.batch import unlike
 from ddp_hydra.errors import DataError
@@ -123,8 +124,8 @@ def read(
         cause = error.__cause__ or error
         if isinstance(cause, (StopIteration, SchemaInferenceError)) or "corresponds to no data" in str(cause):
             matches = ", or no file has such a name" if "*" in given else ""
-            raise ValueError(f"{given} has no rows{matches}") from None
-        raise ValueError(f"{given} can't be read as {path}: {cause}") from error
+            raise ValueError(redact.bare(f"{given} has no rows{matches}")) from None
+        raise ValueError(redact.bare(f"{given} can't be read as {path}: {cause}")) from error
 
 
 def _from_disk(saved: Any, path: str, split: str, streaming: bool) -> Any:

@@ -17,7 +17,7 @@ from ddp_hydra.data import demo_server
 from ddp_hydra.data.images.dataset import StoredImages
 from ddp_hydra.data.images.listing import StringArray, holds_images, kinds_of, list_images_once
 from ddp_hydra.data.names import check, class_of, is_leftover, is_of
-from ddp_hydra.storage import LocalFolder, Store
+from ddp_hydra.storage import LocalFolder, Store, bare_url
 from ddp_hydra.storage.urls import as_text, local_path
 
 _LOG = logging.getLogger(__name__)
@@ -102,7 +102,8 @@ class S3ImageFolder(StoredImages):
     def _embedded(self) -> Store:
         if (endpoint_url := self.access.endpoint_url) is not None:
             raise ValueError(
-                f"endpoint_url is {endpoint_url!r}, and no bucket is given: type data.bucket=..., or leave it out"
+                f"endpoint_url is {bare_url(endpoint_url)!r}, and no bucket is given: type data.bucket=..., or leave "
+                "it out"
             )
         server, self.access.region = demo_server.acquire(), "us-east-1"
         self.access.endpoint_url, self.access.credentials = server.endpoint_url, server.credentials

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import math
 import os
 import posixpath
 import re
@@ -162,7 +161,7 @@ def _number(label: str) -> Decimal | None:
         number = Decimal(label)  # a float would take two long numbers for one
     except InvalidOperation:
         return None
-    return number if math.isfinite(float(label)) else None
+    return number if number.is_finite() and "_" not in label else None  # Python reads 1_2 as 12
 
 
 def _key(prefix: str, path: str) -> str:
@@ -171,6 +170,7 @@ def _key(prefix: str, path: str) -> str:
 
 
 def _read_csv(content: Any, table: str, columns: Mapping[str, str]) -> list[list[str]]:
+    csv.field_size_limit(2**31 - 1)  # of this process: a table may hold polygons or captions, too
     try:
         text = (gzip.decompress(content) if bare_url(table).endswith(".gz") else bytes(content)).decode("utf-8-sig")
         file = io.StringIO(text, newline="")

@@ -51,7 +51,7 @@ class ParquetRows(ProcessLocal):
         target: column of the target; None: the samples are x alone.
         features: columns of the features, in this order, or one; None: all the others but the index of pandas.
         fill: replaces missing features; None: they are an error.
-        cache_mb: memory for row groups, MiB per rank; one is kept in any case.
+        cache_mb: memory for row groups, MiB per process that reads; one is kept in any case.
         access: arguments of `storage.Access`: endpoint_url, region, anon, client and more.
 
     Attributes:

@@ -7,7 +7,6 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -131,10 +130,13 @@ class WidsShards(ProcessLocal, Dataset):
         return self._open(number, inner).fields(inner)
 
     def key(self, index: int) -> str:
-        """Return the name of a sample, for messages: its shard, and its key if the shard is open, else its place."""
+        """Return the name of a sample: its shard, which is opened for that, and its key; of a lost shard its place."""
         number, inner = self.find(index)
-        shard = self._cache.held.get(number)
-        return f"{bare_url(self.shards[number].url)}/{shard.members.key(inner) if shard else f'[{inner}]'}"
+        try:
+            key = self._cache.open(number).members.key(inner)
+        except (ValueError, FileNotFoundError, PermissionError):
+            key = f"[{inner}]"
+        return f"{bare_url(self.shards[number].url)}/{key}"
 
     def expect(self, indices: Sequence[int] | np.ndarray) -> None:
         """Say which samples will be read, so that their shards are downloaded before that.
@@ -264,12 +266,6 @@ class WidsImages(StoredImages):
 
     def name(self, index: int) -> str:
         return self.shards.key(index)
-
-    def sample_id(self, index: int) -> str:
-        """Return the shard and key of a sample, whose shard is opened for that."""
-        with suppress(LostSamples):
-            self._fields(index)
-        return self.name(index)
 
     def fetch(self, index: int) -> Any:
         fields = self._fields(index)

@@ -320,7 +320,10 @@ def _is_known(data: Any) -> bool:
 
 
 def _offers(part: Any, name: str) -> bool:
-    found = getattr(part, name, None)
+    try:
+        found = getattr(part, name, None)
+    except Exception:  # a dict of the user's, whose keys are its attributes, raises KeyError
+        return False
     return isinstance(found, Mapping) if name in _COUNTED else callable(found)
 
 

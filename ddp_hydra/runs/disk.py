@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from ddp_hydra.config.validate import LOGGERS
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote.status import OWNER, FencedStore
@@ -28,7 +29,7 @@ _LOGS = ("logs", "tensorboard", "profile")
 _LAST = (SUBMITTED, ".hydra", "summary.json", "status.json", LOCK, OWNER)
 """Removed last, so that what is removed in part is still known as a run, and has an owner."""
 _OF_RUN = re.compile(
-    rf"\.hydra/(config|hydra|overrides)\.yaml|metrics\.jsonl|(summary|status|tags|loggers)\.json|project\.zip|{OWNER}"
+    rf"\.hydra/(config|hydra|overrides|environment)\.yaml|metrics\.jsonl|(summary|status|tags|loggers)\.json|project\.zip|{OWNER}"
     rf"|{re.escape(urls.POINTER)}|{re.escape(SUBMITTED)}|{re.escape(LOCK)}"
     rf"|checkpoints/(manifest\.json|{manifest.FILES})"
     r"|logs/((rank-\d+|job|driver)\.log|slurm-\d+\.out)|tensorboard/(.+/)?events\.out\.tfevents\.[^/]+|\.resume/.+"
@@ -37,7 +38,7 @@ _OF_RUN = re.compile(
 """Files that a run writes, by their paths in its directory. The files of its ranks are in a list of their own."""
 _OF_SWEEP = re.compile(
     r"sweep\.(json|csv|md|png)|seeds\.csv|multirun\.yaml|optimization_results\.yaml|cluster\.log|project\.zip"
-    r"|(tensorboard/(.+/)?)?events\.out\.tfevents\.[^/]+|\.part-[0-9a-f]{12}"
+    r"|(tensorboard/(.+/)?)?events\.out\.tfevents\.[^/]+|\.part-[0-9a-f]{12}|logs/slurm-\d+\.out"
 )
 
 
@@ -182,6 +183,7 @@ def _parents_in_sweep(run: Path, sweeps: Sweeps, is_locked: bool) -> list[Path]:
 
 def written_by_run(files: RunFiles) -> Callable[[str], object]:
     known = set(files.read(SUBMITTED).decode(errors="replace").split("\n"))
+    known |= {f"logs/{name}.log" for name in (*LOGGERS, *json_object(files.read("loggers.json")))}
     with contextlib.suppress(ValueError):  # there is none, or it is broken
         entries = manifest.decode_manifest(files.read(f"{manifest.FOLDER}/{manifest.NAME}")).checkpoints
         known |= {

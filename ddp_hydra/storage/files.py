@@ -99,6 +99,8 @@ def new_folder(folder: Path) -> Iterator[None]:
 def prepared_path(run_dir: Path, path: PurePosixPath | str) -> Path:
     """Return the path of a file in a run directory, and make its folders: none may be a symbolic link."""
     parts = PurePosixPath(path).parts
+    if not parts or parts[0] == "/" or ".." in parts:
+        raise RecordError(f"cannot write {path}: it is not inside the run directory {run_dir}")
     folder = run_dir
     for part in parts[:-1]:
         folder = folder / part

@@ -208,7 +208,7 @@ class Bucket(ObjectStore):
         **address: Any,
     ) -> None:
         self.address = BucketAddress(name, endpoint_url, region, **address)
-        self.url, self.setting = self.address.url, self.address.setting
+        self.url, self.setting, self.endpoint_url = self.address.url, self.address.setting, self.address.endpoint_url
         self.client_retries = client_retries
         super().__init__(timeout_s, retry_timeout_s, traffic)
 

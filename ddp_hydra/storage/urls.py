@@ -75,7 +75,7 @@ class Access:
         if "://" in url and parts.scheme not in ("file", "http", "https"):
             _check_scheme(parts.scheme, self.setting)
             root = f"{parts.scheme}://{parts.netloc}"
-            return self._store(root), url.removeprefix(root).strip("/")
+            return self._store(root), url[len(root) :].strip("/")  # S3:// is s3://
         if parts.scheme in ("http", "https"):
             query = f"?{parts.query}" if parts.query else ""
             return self._store(f"{parts.scheme}://{parts.netloc}/{query}"), unquote(parts.path).lstrip("/")
@@ -256,4 +256,7 @@ def address(root: str, run_dir: Path) -> str:
         parts = run_dir.absolute().parts[-2:]
     elif len(parts) > 1 and parts[0] in ("outputs", "multirun"):
         parts = parts[1:]
-    return "/".join((root, *parts))
+    place = "/".join((root, *parts))
+    if not is_url(root) and os.path.realpath(place) == os.path.realpath(run_dir):
+        raise ConfigError(f"results.root={root}: {place} is the command's own run directory: give another folder")
+    return place

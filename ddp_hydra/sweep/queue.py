@@ -20,10 +20,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.config import hydra_compat, redact, references, unknown_keys, validate
 from ddp_hydra.config.hydra_compat import hydra_config_of, parse_override, typed_words, variables_set
+from ddp_hydra.config.schema import TOP
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
-from ddp_hydra.sweep.rows import OF_READING, JobRow, JobState, comparable, typed
+from ddp_hydra.sweep.rows import JobRow, JobState, chooses_data, comparable, typed
 from ddp_hydra.sweep.summary_files import fill_row
 
 log = logging.getLogger(__name__)
@@ -228,17 +229,16 @@ class JobQueue:
         return []
 
     def shared_keys(self, job: PlannedJob) -> list[str]:
-        """Return the keys of `data.train` that a job gives, and that change its other data, which refer to them."""
+        """Return the keys of a job that its other data refer to: of `data.train`, and of the user's own groups."""
         given = typed(job.row)
-        own = [key for key in given if key.startswith("data.train.") and key.split(".")[2] not in OF_READING]
+        own = [key for key in given if key.startswith("data.train.") or key.split(".")[0] not in (*TOP, "experiment")]
         if not own:
             return []
         config = self.config
         if any(key.split(".")[0] in ("data", "experiment") and key not in own for key in given):  # other references
             with suppress(DdpHydraError, HydraException, OmegaConfBaseException):  # said where it is composed
                 config = self.loader.take(self.config, job.overrides)
-        data: Any = OmegaConf.to_container(config.data) if OmegaConf.is_dict(config.get("data")) else {}
-        words = list(references.interpolated({"data": {key: data[key] for key in data if key != "train"}}))
+        words = references.read_by(lambda key: key.startswith("data.") and chooses_data(key, ""), config)
         return [key for key in own if any(references.meet(key, word) for word in words)]
 
     def keep_earlier(self, job: PlannedJob) -> None:

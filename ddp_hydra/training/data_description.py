@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from numbers import Integral
 from typing import Any
 
-from ddp_hydra.console.text import counted
+from ddp_hydra.console.text import counted, encodable
 from ddp_hydra.data import draws, wrappers
 from ddp_hydra.data.batch import alike, summary
 from ddp_hydra.errors import ConfigError, DataError
@@ -155,6 +155,10 @@ def _lengths(data: Any) -> Iterator[int | None]:
 
 def _names(classes: Any) -> tuple[str, ...]:
     """Return the names in the order of their numbers; () if there are none, or other numbers than from 0 on."""
+    return tuple(encodable(str(name)) for name in _in_order(classes))
+
+
+def _in_order(classes: Any) -> Iterable[Any]:
     if isinstance(classes, Mapping):
         if isinstance(classes, Counter):  # how often each class comes
             return ()
@@ -165,11 +169,11 @@ def _names(classes: Any) -> tuple[str, ...]:
         elif are_numbers[0]:
             numbered = [(name, number) for number, name in pairs]
         else:
-            return tuple(map(str, classes))
+            return classes
         if sorted(number for _, number in numbered) != list(range(len(pairs))):
             return ()
-        return tuple(str(name) for name, _ in sorted(numbered, key=lambda pair: pair[1]))
-    return tuple(map(str, classes)) if isinstance(classes, Iterable) and hasattr(classes, "__len__") else ()
+        return [name for name, _ in sorted(numbered, key=lambda pair: pair[1])]
+    return classes if isinstance(classes, Iterable) and hasattr(classes, "__len__") else ()
 
 
 def shown(names: Sequence[str], most: int = 12) -> str:
@@ -204,7 +208,8 @@ def fingerprint(data: Any, seed: int) -> list[Any]:
     n = len(data)
     if hasattr(data, "sample_id"):
         places = sorted({n * number // IDS for number in range(min(IDS, n))})
-        return [hashlib.sha256("\n".join(str(data.sample_id(place)) for place in places).encode()).hexdigest()]
+        names = "\n".join(str(data.sample_id(place)) for place in places)
+        return [hashlib.sha256(names.encode(errors="surrogateescape")).hexdigest()]
     samples: list[Any] = []
     begin = time.monotonic()
     for index in (0, n // 2):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.config import checkpoint_config
+from ddp_hydra.console.text import encodable
 from ddp_hydra.data import streams
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError, DataError
@@ -212,9 +213,9 @@ def send_parts(run: Inference, loader: Loader, batches: Iterable[tuple[Any, list
 def identified(data: Any, indices: Sequence[int], values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if hasattr(data, "sample_id"):
-        found["id"] = [str(data.sample_id(index)) for index in indices]
+        found["id"] = [encodable(str(data.sample_id(index))) for index in indices]
     if hasattr(data, "error_of"):
-        found["error"] = [str(data.error_of(index)) for index in indices]
+        found["error"] = [encodable(str(data.error_of(index))) for index in indices]
     if taken := found.keys() & values.keys():
         raise ConfigError(
             f"both predict() of the task and the data set have a column {', '.join(sorted(taken))}: rename the task's"

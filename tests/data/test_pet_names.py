@@ -161,12 +161,24 @@ def test_a_source_that_cannot_be_read_says_why_and_what_to_give(web, tmp_path, f
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_secret_of_a_source_is_said(web, tmp_path):
+    for content in (b"no", b"{}", b'["A"]'):
+        web.content = content
+        with pytest.raises(ValueError, match=r"/names\.json") as raised:
+            PetNames(f"{web.url}?token=secret", cache_dir=str(tmp_path))
+        assert "secret" not in str(raised.value)
+
+
 @pytest.mark.integration
 @pytest.mark.usefixtures("credentials")
 def test_names_in_a_bucket_are_read_once_and_then_from_the_cache(s3, tmp_path):
     bucket = s3.fill({"lists/names.json": b'["rex", "fido"]'})
     source = {"source": f"s3://{bucket}/lists/names.json", "cache_dir": str(tmp_path)}
     assert PetNames(**source, endpoint_url=s3.endpoint_url).names == ["rex", "fido"]
+    s3.add(bucket, {"lists/names.json": b'["bo"]'})
+    other = s3.endpoint_url.replace("127.0.0.1", "localhost")  # another store may have such a bucket, too
+    assert other != s3.endpoint_url
+    assert PetNames(**source, endpoint_url=other).names == ["bo"]
     with pytest.raises(FileNotFoundError, match=r"no object s3://bucket-0/other\.json.*data\.source="):
         PetNames(f"s3://{bucket}/other.json", cache_dir=str(tmp_path), endpoint_url=s3.endpoint_url)
     s3.delete(bucket, "lists/names.json")

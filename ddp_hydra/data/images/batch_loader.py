@@ -71,6 +71,7 @@ class BadSamples(ProcessLocal):
         self.images = images
         self.reasons: dict[str, str] = {}  # {name: what is wrong}
         self.counts: dict[str, int] = {}  # {name of a shard: how many samples it has}
+        self.names: dict[int, str] = {}  # {index of a bad sample: its name, or that of its lost shard}
         self.next: dict[int, int] = {}  # {index of a bad sample: the index that follows it, or its lost shard}
         self._begin_process_state()
 
@@ -81,17 +82,18 @@ class BadSamples(ProcessLocal):
     def count(self) -> int:
         return len(self.next)
 
-    def add(self, index: int, name: str, error: Exception) -> None:
+    def add(self, index: int, error: Exception) -> None:
         n_samples, max_fraction = len(self.images), self.images.max_bad_fraction
+        found = error if isinstance(error, LostSamples) else LostSamples("", self.images.name(index), index, 1)
+        name, lost = found.name, range(found.first, found.first + found.count)
         with self._lock:
             if index in self.next:
                 return  # another thread has noted it
-            lost = range(index, index + 1)
-            if isinstance(error, LostSamples):
-                name, lost = error.name, range(error.first, error.first + error.count)
-                self.counts[name] = error.count
+            if found is error:
+                self.counts[name] = found.count
             # They are read without the lock, so a bad sample's reason and count are there before it.
             self.reasons[name] = str(error)
+            self.names.update(dict.fromkeys(lost, name))
             self.next.update(dict.fromkeys(lost, lost.stop % n_samples))
         if self.count > max_fraction * n_samples:
             advice = self.images.advice_on_missing() if isinstance(error, FileNotFoundError) else ""

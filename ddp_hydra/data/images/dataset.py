@@ -145,8 +145,7 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
 
     def error_of(self, index: int) -> str:
         """Return why a sample that was read is replaced by another; "" if it is not."""
-        is_bad = index in self._bad.next
-        return self.bad.get(self.name(index), "its shard can't be read") if is_bad else ""
+        return self.bad[self._bad.names[index]] if index in self._bad.next else ""
 
     @property
     def bad(self) -> dict[str, str]:
@@ -222,7 +221,7 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         # Raises `error` itself, if it is not the sample's own.
         if not is_of_sample(error, self._works):
             raise error
-        self._bad.add(index, self.name(index), error)
+        self._bad.add(index, error)
         if in_a_row >= MOST_IN_A_ROW:
             some = examples(self._bad.reasons)
             raise TooManyBadSamplesError(f"{in_a_row} images in a row of {self.where()} can't be read: {some}")

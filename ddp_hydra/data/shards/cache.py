@@ -74,7 +74,7 @@ class ShardCache(ProcessLocal):
         self._given_folder, self.budget_bytes, self._prefetch = folder, budget_bytes, prefetch
         # The name of each shard in the cache; "": it is used where it is.
         self._names = [
-            "" if not is_remote(shard.url) and not is_packed(shard.url) else _file_name(shard, self.access.endpoint_url)
+            "" if not is_remote(shard.url) and not is_packed(shard.url) else _file_name(shard, self.access)
             for shard in self.shards
         ]
         self._begin_process_state()
@@ -349,10 +349,14 @@ def _in_gib(n_bytes: int) -> int:
     return -(-n_bytes // GIB)
 
 
-def _file_name(shard: Shard, endpoint_url: str | None) -> str:
-    # Return the name of a shard's file: a different one for each URL, store, size and MD5.
-    endpoint = endpoint_url if shard.url.startswith("s3:") else None
-    identity = "\n".join(map(str, (shard.url, endpoint, shard.size, shard.md5)))
+def _file_name(shard: Shard, access: Access) -> str:
+    # Return the name of a shard's file: a different one for each URL, store, size and MD5, and time of a local file.
+    endpoint = access.open(shard.url)[0].endpoint_url if shard.url.startswith("s3:") else None
+    written: tuple[int, ...] = ()
+    if not is_remote(shard.url):
+        with contextlib.suppress(OSError):  # it is said when the shard is needed
+            written = (Path(shard.url).stat().st_mtime_ns,)
+    identity = "\n".join(map(str, (shard.url, endpoint, shard.size, shard.md5, *written)))
     readable = re.sub(r"[^\w.-]", "_", bare_url(shard.url).rpartition("/")[2], flags=re.ASCII)
     readable = re.sub(r"(\.tar(\.gz)?|\.tgz)$", "", readable)[-60:]
     return f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}-{readable}.tar"

@@ -28,8 +28,8 @@ from ddp_hydra.data.threads import is_thread_safe
 from ddp_hydra.data.wrappers import name_of, unwrapped
 from ddp_hydra.errors import ConfigError
 
-PLAIN = (type(None), bool, int, float, str, bytes, Tensor)
-"""Values that a checkpoint can hold."""
+PLAIN = (type(None), bool, int, float, str, bytes)
+"""Values that a checkpoint can hold, as well as tensors."""
 COMPARED = 4
 """Samples by which ranks tell whether they read the same ones."""
 _FIRST_SEEDS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -155,6 +155,8 @@ class RepeatedPart(Part):
 def plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
+    if type(value) is Tensor:
+        return value.detach().clone()  # the data set goes on, ahead of the step in which its state is saved
     if type(value) in PLAIN:
         return value
     if isinstance(value, dict):

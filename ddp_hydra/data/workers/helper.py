@@ -103,7 +103,8 @@ class Helper:
         self.has_ended = False
 
     def fork(self, work: Any, files: list[int]) -> int:
-        # files: descriptors that the process has, too, under the same numbers.
+        # files: descriptors that the process has, too, under the same numbers, unless they were closed since.
+        files = sorted(open_files().intersection(files))
         process, fds = packed(work)
         prepared = {"path": sys.path, "environment": dict(os.environ), "cwd": str(Path.cwd()), "files": files}
         pid = self._ask((prepared, process), [*map(os.dup, files), *fds])

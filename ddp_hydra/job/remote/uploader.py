@@ -23,7 +23,6 @@ from ddp_hydra.job.remote.status import (
     read,
 )
 from ddp_hydra.job.run_dir import hold
-from ddp_hydra.record import check_path
 from ddp_hydra.run_state import Status, Summary, decode, encode
 from ddp_hydra.storage.base import PIECE_BYTES, Store
 from ddp_hydra.storage.files import prepared_path
@@ -254,7 +253,7 @@ def _download(store: FencedStore, before: Status, status: DriverStatus, run_dir:
     # The job adds its own attempts. It stays, to the byte, if the job ends before it begins to train.
     prepared_path(run_dir, SUMMARY).write_bytes(content)
     for name in status.now.files:
-        path = prepared_path(run_dir, check_path(name))
+        path = prepared_path(run_dir, name)
         with path.open("wb") as file:
             file.writelines(store.stream(name, store.size_or_none(name) or 0))
     if entries := entries_in(store):

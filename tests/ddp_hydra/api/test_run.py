@@ -355,6 +355,17 @@ def test_threads_may_start_runs_side_by_side(project, monkeypatch):
     assert sorted(seeds) == list(range(8))
 
 
+def test_a_run_is_found_after_the_program_has_changed_its_folder(project, monkeypatch, tmp_path):
+    monkeypatch.setattr("ddp_hydra.api.run_job", lambda *_, **__: None)
+    run = ddp_hydra.run(["hydra.run.dir=a"], wait=False)
+    assert repr(run).startswith("<Run a: ")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    run.wait()
+    assert run.dir == project / "a"
+    assert run.dir.is_dir()
+
+
 def test_a_run_is_looked_at_by_its_directory(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="is not a run directory"):
         Run(tmp_path / "no")

@@ -237,6 +237,18 @@ class Quantity:
         return self
 
 
+class Keyed(dict):
+    """Its keys are its attributes, and another one is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_a_dict_whose_keys_are_attributes_is_a_dict():
+    for method in ("to", "pin_memory"):
+        found = mapped(lambda one: one + 1, [Keyed(x=torch.zeros(2))], method)
+        assert (type(found[0]), found[0].x.tolist()) == (Keyed, [1, 1])
+
+
 def test_what_is_no_tensor_and_knows_no_device_stays():
     when = Quantity("s")
     batch = {"x": X, "when": [when], "kind": Tensor, "type": Quantity}

@@ -10,6 +10,7 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow
 import pyarrow.parquet
@@ -99,6 +100,13 @@ def test_json_lines_with_a_function_and_a_collate_of_ones_own(load):
         loader = StreamLoader(data, CPU) if streaming else Loader(data, CPU)
         (batch, _), *_ = loader.each_once(3, 0, 1)
         assert [(sample["text"], int(sample["length"])) for sample in batch] == [("", 0), ("ab", 2), ("abab", 4)]
+
+
+def test_no_secret_of_a_url_is_said(monkeypatch):
+    url = "https://me:secret@host/a.csv?token=secret"
+    monkeypatch.setattr("datasets.load_dataset", Mock(side_effect=ValueError(f"no {url}")))
+    with pytest.raises(ValueError, match=r"^https://host/a\.csv can't be read as csv: no https://host/a\.csv$"):
+        huggingface.read("csv", files=url)
 
 
 def test_mistakes_are_said(load, tmp_path):

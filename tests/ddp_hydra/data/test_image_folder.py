@@ -252,6 +252,7 @@ def test_a_given_endpoint_wins_over_the_environment_and_over_a_proxy(folder, s3,
             r"'localhost:9000'.*data\.endpoint_url=http://",
         ),
         ({"bucket": None}, r"no bucket is given.*data\.bucket="),
+        ({"bucket": None, "endpoint_url": "http://me:secret@host"}, r"^endpoint_url is 'http://host', and no bucket"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(folder, arguments, typed):
@@ -269,6 +270,8 @@ def test_a_listing_that_is_young_enough_is_taken_from_disk(folder, s3, png, monk
     assert len(folder(bucket, "t")) == 3
     s3.add(bucket, {"u/b/3.png": png()})
     assert len(folder(bucket, "", listing_max_age_s=3600)) == 4  # another prefix is another listing
+    other = s3.endpoint_url.replace("127.0.0.1", "localhost")
+    assert len(folder(bucket, "t", listing_max_age_s=3600, endpoint_url=other)) == 3  # and so is another store
     for file in (tmp_path / "ddp_hydra" / "listings").iterdir():
         os.utime(file, (0, 0))
     assert len(folder(bucket, "t", listing_max_age_s=3600)) == 3

@@ -138,6 +138,16 @@ def test_long_numbers_are_labels_of_their_own(table):
     assert data.classes == ["42", "1234567890123456788", "1234567890123456789"]
 
 
+@pytest.mark.parametrize("labels", [("1_2", "12"), ("nan1", "sNaN"), ("inf", "Infinity"), ("NaN", "nan")])
+def test_a_word_that_python_reads_as_a_number_is_a_word(table, labels):
+    data = table("path,label\ncat/1.png,{}\ndog/1.png,{}\n".format(*labels))
+    assert data.classes == (["12", "1_2"] if "12" in labels else sorted(labels))
+
+
+def test_another_column_may_hold_long_texts(table):
+    assert table(f"path,label,outline\ncat/1.png,cat,{'1' * 200_000}\n").classes == ["cat"]
+
+
 def test_a_table_without_labels_has_images_only(table):
     data = table("path\ncat/1.png\n\ndog/1.png\n", label_column=None)  # with a line that is empty
     assert (data.labelled, data.classes, data.targets.tolist()) == (False, [], [-1, -1])

@@ -111,7 +111,21 @@ def test_a_damaged_shard_is_replaced_by_the_next_one_and_counts_for_all_its_samp
     assert reds(data.__getitems__(range(first, after))) == good * lengths[1]
     assert list(data.bad_counts.values()) == [lengths[1]]
     assert tars[1].name in next(iter(data.bad))
+    assert data.error_of(first + 1) == next(iter(data.bad.values()))
     assert data.stats()["bad_samples"] == lengths[1]
+
+
+def test_a_bad_sample_has_one_name_and_its_reason_also_when_its_shard_was_read_to_its_end(cached):
+    data = cached(2, damaged=(2,), max_bad_fraction=0.5)
+    data.expect(range(9))
+    data.__getitems__(range(3))
+    (name, reason) = next(iter(data.bad.items()))
+    assert name == data.name(2) == data.sample_id(2)
+    assert "one.tar.gz/" in name
+    assert "[" not in name
+    assert data.error_of(2) == reason
+    assert "image" in reason
+    assert data.error_of(1) == ""
 
 
 def test_too_many_lost_fail_and_name_the_shard(shards, images):

@@ -208,6 +208,23 @@ class Scaled(Rows):
         self.seen = epoch
 
 
+def test_a_data_set_may_hold_a_dict_whose_keys_are_attributes():
+    class Keyed(dict):
+        __getattr__ = dict.__getitem__
+
+    class Own(Dataset):
+        def __init__(self) -> None:
+            self.settings, self.all = Keyed(a=1), [Keyed(b=Keyed())]
+
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    assert len(look_into(Own())) == 1
+
+
 def test_a_users_wrapper_that_hides_how_batches_are_made_is_refused(photos):
     with pytest.raises(
         ConfigError, match=r"Flipped holds Scaled, whose prepare\(\) is hidden by it: define it in Flipped"

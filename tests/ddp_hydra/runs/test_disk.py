@@ -51,6 +51,10 @@ def test_a_run_is_removed_and_what_others_have_put_there_is_not(make_run, tmp_pa
     for name in ("samples/1.txt", "samples/2.txt", "samples/1.txt"):
         writer.write(Record(File(name, 1, hashlib.sha256(b"1").hexdigest(), inline="MQ==")))
     writer.close()
+    for name in (".hydra/environment.yaml", "logs/wandb.log", "logs/MyLogger.log", "logs/slurm-7.out"):
+        (run_dir / name).parent.mkdir(exist_ok=True)
+        (run_dir / name).write_text("1")
+    (run_dir / "loggers.json").write_text('{"MyLogger": {}}')
     (run_dir / "samples" / "mine.txt").write_text("1")
     (run_dir / "checkpoints" / "theirs.ckpt").write_text("1")
     (run_dir / "link").symlink_to(other)
@@ -161,6 +165,8 @@ def test_a_sweep_goes_with_its_jobs_once_it_has_ended(make_run, tmp_path):
         disk.remove(str(folder))
     assert len(disk.removable(str(folder))) == 2
     (folder / "multirun.yaml").write_text("")
+    (folder / "logs").mkdir()
+    (folder / "logs" / "slurm-7.out").write_text("")
     (folder / "1" / "notes.txt").write_text("")
     (folder / "plots").mkdir()
     assert disk.remove(str(folder)).left == ["1", "plots"]

@@ -161,6 +161,11 @@ def test_a_web_server_is_read(store):
             refused("photos")
 
 
+def test_a_scheme_may_be_typed_in_capitals():
+    store, key = Access(anon=True).open("S3://bucket/a/B.png")
+    assert (store.url, key) == ("s3://bucket", "a/B.png")
+
+
 def test_one_store_is_opened_for_all_of_a_bucket_or_host():
     access = Access()
     assert access.open("s3://photos/a/1")[0] is access.open("s3://photos/b/2")[0]

@@ -95,6 +95,17 @@ def test_the_working_folder_may_be_a_run_directory(tmp_path, monkeypatch):
     assert urls.address("/shared", Path()) == "/shared/a/b"
 
 
+def test_a_root_below_which_the_run_directory_lies_itself_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for run_dir, root in (("outputs/a/b", "outputs"), ("mine", "."), ("linked/c", "there")):
+        Path(run_dir).mkdir(parents=True)
+        if root == "there":
+            Path(root).symlink_to(tmp_path)
+        with pytest.raises(ConfigError, match=r"is the command's own run directory: give another folder"):
+            urls.address(str(Path(root).absolute()), Path(run_dir).absolute())
+    assert urls.address(str(tmp_path), Path("outputs/a/b")) == f"{tmp_path}/a/b"
+
+
 def test_a_root_that_means_another_folder_on_each_host_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"results.root=shared/runs: give s3://bucket/folder, or the whole path"):
         urls.address("shared/runs", tmp_path)

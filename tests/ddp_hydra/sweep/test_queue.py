@@ -23,7 +23,7 @@ def row(number: int, override: str) -> JobRow:
 def queue(earlier: list[JobRow], typed: Sequence[str] = (), **params: str) -> JobQueue:
     hydra = {"overrides": {"task": list(typed), "hydra": []}, "sweeper": {"params": params or None}}
     config = OmegaConf.create({"hydra": hydra})
-    return JobQueue(Path(), None, config, Need(), earlier, False)
+    return JobQueue(Path(), SimpleNamespace(take=lambda *_: config), config, Need(), earlier, False)
 
 
 def numbered(jobs: JobQueue, override: str, wanted: int) -> tuple[int, JobRow | None]:
@@ -129,6 +129,23 @@ def test_jobs_whose_validation_is_made_from_a_swept_key_of_training_are_not_comp
             row.state, row.shared = JobState.done, []  # in a sweep.json of an older version
         kept = JobQueue(Path(), None, config, Need(), rows, False)
         assert objective.ranks([kept.add([word], 0).row for word in typed]) is is_ranked, key
+
+
+def test_jobs_whose_data_are_made_from_a_swept_key_of_the_users_own_are_not_compared():
+    data = {
+        "root": "${paths.data}/x",
+        "batch_size": "${n}",
+        "train": {"fold": "${fold}", "noise": "${noise}"},
+        "val": {"fold": "${fold}", "transform": {"size": "${size}"}, "split": "${seed}"},
+    }
+    own = {"paths": {"data": "${disk.root}/data"}, "disk": {"root": "a"}, "fold": 0, "n": 1, "noise": 0, "size": 4}
+    config = OmegaConf.create({"data": data, "seed": 0, "model": {"n": "${fold}"}, **own})
+    objective = SweepObjective("val/loss", maximize=False)
+    others = ("fold", "+paths.data", "paths", "disk.root")
+    for key in (*others, "n", "noise", "size", "seed", "model.n", "paths.other", "unused"):
+        jobs = JobQueue(Path(), None, config, Need(), None, False)
+        rows = [jobs.add([f"{key}={value}"], 0).row for value in (1, 2)]
+        assert objective.ranks(rows) is (key not in others), key
 
 
 def composing(folder: Path, is_resumed: bool = False, earlier: list[JobRow] | None = None) -> JobQueue:

@@ -10,7 +10,9 @@ import torch
 from PIL import Image
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank import spec
 from ddp_hydra.training import inference
+from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.inference import part_length
 
 
@@ -122,3 +124,22 @@ def test_parts_are_whole_batches(n_samples, batch_size, length):
 def test_what_is_true_stands_beside_what_is_predicted(batch, wanted):
     found = inference.targets(batch, 2, ("cat", "dog"))
     assert {name: getattr(part, "tolist", lambda part=part: part)() for name, part in found.items()} == wanted
+
+
+def test_names_of_files_that_are_not_utf_8_can_be_written(tmp_path):
+    class Photos:
+        classes = ("na\udcefve", "dog")
+
+        def sample_id(self, index: int) -> str:
+            return f"{self.classes[index]}/1.png"
+
+        def error_of(self, index: int) -> str:
+            return f"{self.sample_id(index)} is no image" if index == 0 else ""
+
+    names = DataDescription.of(Photos()).classes
+    found = inference.identified(Photos(), [0, 1], inference.targets([None, torch.tensor([0, 1])], 2, names))
+    assert found["id"] == [r"na\udcefve/1.png", "dog/1.png"]
+    assert found["error"] == [r"na\udcefve/1.png is no image", ""]
+    assert found["target_name"] == [r"na\udcefve", "dog"]
+    with (tmp_path / "rows").open("wb") as file:
+        spec.write_rows(file, {name: column for name, column in found.items() if isinstance(column, list)})

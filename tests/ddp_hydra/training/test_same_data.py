@@ -55,6 +55,14 @@ class Named(Numbers):
         return f"{self.x[index].tolist()}"
 
 
+def test_a_file_name_that_is_not_utf_8_is_a_name():
+    class Odd(Numbers):
+        def sample_id(self, index: int) -> str:
+            return f"na\udcefve/{index}.png"
+
+    compare(Odd(3), Odd(3))
+
+
 class Words(Numbers):
     def __init__(self, n: int, *words: float) -> None:
         super().__init__(n)

@@ -6,6 +6,7 @@ import ast
 import errno
 import fcntl
 import gzip
+import os
 import pickle
 import random
 import shutil
@@ -23,6 +24,7 @@ from ddp_hydra.data.shards import cache_folder as shard_folder
 from ddp_hydra.data.shards import download as shard_download
 from ddp_hydra.data.shards.cache import ShardCache
 from ddp_hydra.data.shards.index import Shard
+from ddp_hydra.storage import Access
 from tests.support.shard_caches import COUNT, files, label, serve, settle, shard_of, wait_until
 from tests.support.tar_server import numbered
 
@@ -106,6 +108,14 @@ def test_a_compressed_shard_is_unpacked_into_the_cache(server, cache_of, tmp_pat
     assert [path.stat().st_size for path in (tmp_path / "cache").glob("*.tar")] == [len(plain)]
 
 
+def test_a_compressed_shard_of_this_machine_that_is_written_anew_is_unpacked_anew(cache_of, tmp_path):
+    path = tmp_path / "a.tar.gz"
+    for start, mtime in ((0, 1), (500, 2)):
+        path.write_bytes(gzip.compress(numbered(start, COUNT)))
+        os.utime(path, (mtime, mtime))
+        assert label(cache_of([Shard(str(path), COUNT)]), 0) == start
+
+
 def test_a_file_has_a_name_for_each_url_and_version_and_no_secret(server, cache_of, tmp_path):
     server.files |= {"/val/a.tar": numbered(500, COUNT), "/a.tar?token=secret": numbered(60, COUNT)}
     others = [shard_of(server, "/val/a.tar"), Shard(f"{server.url}/a.tar?token=secret", COUNT)]
@@ -116,6 +126,15 @@ def test_a_file_has_a_name_for_each_url_and_version_and_no_secret(server, cache_
     content = numbered(700, COUNT)
     server.add(a=content)
     assert label(cache_of([shard_of(server, "/a.tar", content)]), 0) == 700
+
+
+def test_a_bucket_of_another_endpoint_is_another_one(monkeypatch):
+    shards, names = [Shard("s3://bucket/a.tar", COUNT)], []
+    for endpoint in ("http://one", "http://two"):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        names.append(ShardCache(shards)._names[0])
+    assert ShardCache(shards, access=Access(endpoint_url="http://one"))._names == names[:1]
+    assert len(set(names)) == 2
 
 
 def test_a_folder_that_is_removed_is_made_again(server, cache_of, tmp_path):

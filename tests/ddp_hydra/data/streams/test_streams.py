@@ -301,6 +301,24 @@ def test_how_a_data_set_is_split_is_said():
         split(Counted(3), 0, 2, "files")
 
 
+def test_a_state_is_as_it_was_at_its_step_also_if_the_data_set_goes_on_in_the_same_tensors():
+    tensor, frozen = torch.zeros(2), torch.nn.Parameter(torch.zeros(1))
+
+    class InPlace(Stateful):
+        def state_dict(self) -> dict[str, Any]:
+            tensor[0] = self.next
+            return {"next": self.next, "seen": [tensor], "weight": frozen.data}
+
+    ranks = Ranks(lambda: InPlace(40), 1, 4)
+    ranks.run(steps=2, wait=True)
+    (saved,) = ranks.save()
+    tensor += 100
+    frozen.data += 1
+    (state,) = saved["states"]
+    assert state["next"] == state["seen"][0][0] == 8
+    assert state["weight"] == 0
+
+
 def test_only_a_part_of_its_own_is_another_one_with_more_ranks():
     first = Ranks(lambda: Lengths([20, 20]), 2, 2)
     first.run(steps=2)

@@ -221,6 +221,19 @@ def test_workers_have_the_files_that_a_data_set_has_opened_and_are_told_of_it(tm
         os.close(fd)
 
 
+def test_a_file_that_was_closed_since_the_data_set_was_built_does_not_hinder_workers(tmp_path):
+    data = RawFile(tmp_path / "file")
+    closed = os.open(tmp_path / "file", os.O_RDONLY)
+    kept = with_workers(1, data, False, print, [*data.files, closed])
+    os.close(closed)
+    try:
+        assert next(Loader(kept, CPU).load(batches(4)))[0].tolist() == [0, 1]
+    finally:
+        kept.close()
+    for fd in data.files:
+        os.close(fd)
+
+
 def test_a_file_that_the_rank_has_mapped_is_mapped_in_workers(loader, tmp_path):
     one = loader(sets.Mapped(tmp_path / "rows.npy"))
     assert len(one.dataset.pickled) < 100 * 8

@@ -231,7 +231,9 @@ def test_the_place_of_another_run_that_has_left_something_is_not_free(there, sta
 
 def test_a_run_that_is_resumed_in_its_folder_has_what_it_has_left_there(there, status, tmp_path):
     there.put("metrics.jsonl", b'{"step":1,"attempt":1}\n')
-    there.put("status.json", b'{"state": "done", "files": ["metrics.jsonl"]}')
+    there.put("logs/a=1.log", b"a")  # a logger chooses its names
+    names = ["metrics.jsonl", ".hydra/overrides.yaml", "logs/a=1.log"]
+    there.put("status.json", json.dumps({"state": "done", "files": names}).encode())
     there.put("summary.json", b'{"status": "done", "attempts": [{"attempt": 0}]}')
     there.put(".hydra/overrides.yaml", b"[]")
     there.put("checkpoints/manifest.json", encode_manifest({"step-000001.pt": ENTRY}))
@@ -240,6 +242,7 @@ def test_a_run_that_is_resumed_in_its_folder_has_what_it_has_left_there(there, s
     assert (own / "summary.json").read_bytes() == b'{"status": "done", "attempts": [{"attempt": 0}]}'
     assert there.get(".hydra/overrides.yaml") == b"[]", "until it trains"
     assert hydra_files(own) == {"overrides.yaml": b"[lr=1]"}
+    assert (own / "logs" / "a=1.log").read_bytes() == b"a"
     assert [attempt.attempt for attempt in read_summary(own).attempts] == [0]
     assert (next_attempt(own), read_manifest(own / "checkpoints")) == (2, {"step-000001.pt": ENTRY})
     assert there.size_or_none("summary.json") is None
