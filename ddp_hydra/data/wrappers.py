@@ -80,7 +80,8 @@ def inner_sets(data: Any, around: tuple[Any, ...] = ()) -> list[Any]:
     for value in tuple(values):
         values += value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     outer = {id(one) for one in (*around, data)}
-    found = [value for value in values if isinstance(value, Dataset) or _offers(value, "set_epoch")]
+    # By the type: a database's handle or a dict of the user's may take any name for an attribute, or raise KeyError.
+    found = [v for v in values if isinstance(v, Dataset) or callable(getattr(type(v), "set_epoch", None))]
     parts = [look_into(value, (*around, data)) for value in found if id(value) not in outer]
     return [p for p in parts if hasattr(p, "mixture") or any(_offers(p, name) for name in (*_TOLD, *_MADE_BY))]
 
@@ -320,10 +321,7 @@ def _is_known(data: Any) -> bool:
 
 
 def _offers(part: Any, name: str) -> bool:
-    try:
-        found = getattr(part, name, None)
-    except Exception:  # a dict of the user's, whose keys are its attributes, raises KeyError
-        return False
+    found = getattr(part, name, None)
     return isinstance(found, Mapping) if name in _COUNTED else callable(found)
 
 

@@ -208,13 +208,25 @@ class Scaled(Rows):
         self.seen = epoch
 
 
-def test_a_data_set_may_hold_a_dict_whose_keys_are_attributes():
+def test_a_data_set_may_hold_what_has_attributes_of_any_name_or_raises_for_them():
     class Keyed(dict):
         __getattr__ = dict.__getitem__
 
+    class Remote:
+        """As a collection of pymongo."""
+
+        def __getattr__(self, name: str) -> Remote:
+            return self
+
+        def __call__(self, *_: object) -> None:
+            raise TypeError("no such method")
+
+        def __bool__(self) -> bool:
+            raise NotImplementedError
+
     class Own(Dataset):
         def __init__(self) -> None:
-            self.settings, self.all = Keyed(a=1), [Keyed(b=Keyed())]
+            self.settings, self.all, self.rows = Keyed(a=1), [Keyed(b=Keyed())], Remote()
 
         def __len__(self) -> int:
             return 1
