@@ -166,11 +166,13 @@ class Store(ProcessLocal):
     Attributes:
         url: of the store.
         setting: the config key that names the store, for messages; None: it holds results.
+        endpoint_url: of a bucket of S3; None: AWS, or another store.
         ranges: whether the store can return parts of objects, as far as is known.
     """
 
     url: str
     setting: str | None
+    endpoint_url: str | None = None
     FIRST_RETRY_TIMEOUT_S = 5.0
     REGION_RETRY_TIMEOUT_S = 1.0
     """How long to retry a wrong region, before any request has worked."""

@@ -61,6 +61,7 @@ class FsspecStore(Store):
         self.url = f"{self.scheme}://{place.rstrip('/')}"
         self.options = dict(options or {})
         self.setting, self.bucket = setting, bucket
+        self.endpoint_url = None if bucket is None else bucket.endpoint_url
         self._inside = ""  # what stands before each key in the file system's own paths; `_open` knows it
         check_installed(self.scheme)
         super().__init__(**retrying)

@@ -105,7 +105,7 @@ def list_images_once(store: Store, prefix: str, max_age_s: float, in_folders: bo
     # max_age_s: how old a listing on the disk may be, in seconds; 0: always list the store.
     if not max_age_s:
         return list_images(store, prefix, in_folders)
-    identity = f"3 {getattr(store, 'endpoint_url', None)} {store.url} {prefix}{'' if in_folders else ' *'}"
+    identity = f"3 {store.endpoint_url} {store.url} {prefix}{'' if in_folders else ' *'}"
     path = user_cache() / "listings" / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json.gz"
     with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zlib.error):  # none, or damaged
         if time.time() - path.stat().st_mtime < max_age_s:
