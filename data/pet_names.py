@@ -196,8 +196,7 @@ def _load(source: str, cache_dir: str | None, timeout_s: float, access: dict[str
     if not is_remote(source):
         return _parse(_read(source, timeout_s, access), source)
     folder = Path(cache_dir).expanduser() if cache_dir else user_cache()
-    endpoint = Access(**access, setting="data.source").open(source)[0].endpoint_url  # two stores may have such a bucket
-    identity = source if endpoint is None else f"{source} {endpoint}"
+    identity = "\n".join(filter(None, (source, Access(**access).endpoint(source))))
     name = f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}-names.json"
     with contextlib.suppress(OSError, ValueError):  # not there yet, or damaged
         return _parse((private_folder(folder) / name).read_bytes(), bare_url(source))

@@ -28,7 +28,7 @@ class S3ImageFolder(StoredImages):
 
     The class of an image is the first folder below `prefix`, and the images have the order of torchvision's
     ImageFolder. They are listed once, here; an incomplete listing is an error. Files with other extensions are skipped,
-    and so is what systems and programs leave behind (`paths.is_leftover`).
+    and so is what systems and programs leave behind (`names.is_leftover`).
 
     Args:
         bucket: name of the bucket, path of a local folder with a slash in it or as a `Path`, or a URL of fsspec; None:

@@ -25,7 +25,7 @@ from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.threads import Lookahead, is_thread_safe
 from ddp_hydra.data.workers import InWorkers, UnpicklableInWorker, Workers
 from ddp_hydra.data.wrappers import name_of
-from ddp_hydra.errors import DataError
+from ddp_hydra.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
 QUICK_S = 0.001
@@ -188,6 +188,8 @@ def micro_batches_of(pieces: Sequence[Sequence[Any]], loaded: Iterable[Any]) -> 
 
 
 def split(batch: list[int], parts: int) -> list[list[int]]:
+    if not len(batch):
+        raise ConfigError("the sampler gave an empty batch: let its batches() yield batch_size indices each time")
     parts = min(parts, len(batch))
     ends = [len(batch) * number // parts for number in range(parts + 1)]
     if isinstance(batch, Indices):

@@ -117,10 +117,6 @@ class WidsShards(ProcessLocal, Dataset):
             "__shardindex__": inner,
         }
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples of a batch."""
-        return [self[index] for index in indices]
-
     def fields(self, index: int) -> dict[str, memoryview]:
         """Return the fields of a sample by extension, without a copy; raises as `__getitem__`.
 

@@ -236,6 +236,7 @@ class ConcatView(View):
     def __init__(self, wrapper: Any, parts: Sequence[Any]) -> None:
         super().__init__(wrapper, parts)
         _refuse_hidden_weights(wrapper, parts)
+        _refuse_other_features(wrapper, parts)
         for name in _MADE_BY:
             having = [part for part in self.parts if hasattr(part, name)]
             is_common = len(having) in (0, len(parts)) and len({_recipe(part, name) for part in having}) <= 1
@@ -373,6 +374,22 @@ def _refuse_hidden_weights(wrapper: Any, parts: Sequence[Any]) -> None:
             f"{own} holds a Mix, whose weights are hidden by it: wrap the sets of the Mix instead, or give {own} the "
             "attribute mixture of the Mix, if its indices mean the same samples"
         )
+
+
+def _refuse_other_features(wrapper: Any, parts: Sequence[Any]) -> None:
+    found = dict.fromkeys(names for part in parts if (names := _features(part)))
+    if len(found) > 1:
+        first, other = (f"[{','.join(names)}]" for names in [*found][:2])
+        raise ConfigError(
+            f"the parts of this {type(wrapper).__name__} have the features {first} and {other}, which would stand in "
+            f"one another's places: give features={first} to each part (in a mixture data.sets.<name>.features={first})"
+        )
+
+
+def _features(part: Any) -> tuple[str, ...]:
+    names = getattr(part, "features", ())
+    are_columns = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+    return tuple(names) if are_columns and len(names) != len(part) else ()  # else it may be a list of samples
 
 
 def _hidden(wrapper: Any, part: Any, name: str, what: str) -> str:

@@ -220,8 +220,18 @@ def write(out: Path, chunks: Chunks, samples: int) -> None:
                 _write_npz(part, chunks, samples)
 
 
+class _UnixLines:
+    """Ends lines with LF for a `csv.writer` that ends them with CRLF, so that it quotes texts with either character."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, line: str) -> None:
+        self._file.write(line.removesuffix("\r\n") + "\n")
+
+
 def _write_csv(file: IO[str], chunks: Iterable[Mapping[str, Any]]) -> None:
-    table = csv.writer(file, lineterminator="\n")
+    table = csv.writer(_UnixLines(file), lineterminator="\r\n")
     for number, columns in enumerate(chunks):
         if not number:
             table.writerow(columns)

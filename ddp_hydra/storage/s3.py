@@ -33,6 +33,12 @@ _OTHER_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed")
 _ROLE_REQUESTS = ("/latest/api/token", "/latest/meta-data", "169.254.169.254", "169.254.170.2")
 
 
+def endpoint_of(given: str | None) -> str | None:
+    """Return where s3:// URLs are: what is given, else what the environment says; None: AWS."""
+    found = (given, *map(os.environ.get, ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")))
+    return next(filter(None, found), None)
+
+
 @dataclass(frozen=True)
 class BucketAddress:
     """Where a bucket is, and how to sign in.
@@ -69,8 +75,7 @@ class BucketAddress:
         check_name(self.name, self.setting)
         if self.addressing not in ("path", "virtual", None):
             raise ValueError(f"addressing is {self.addressing!r}, and is path or virtual: type data.addressing=path")
-        given = (self.endpoint_url, *map(os.environ.get, ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")))
-        endpoint = next(filter(None, given), None) if self.scheme == "s3" else None
+        endpoint = endpoint_of(self.endpoint_url) if self.scheme == "s3" else None
         object.__setattr__(self, "endpoint_url", endpoint)
         if endpoint is not None:
             url = urlsplit(endpoint)

@@ -16,7 +16,7 @@ from ddp_hydra.storage.base import Store, TransferCounters
 from ddp_hydra.storage.fsspec_store import FsspecStore, check_installed, is_known
 from ddp_hydra.storage.local import LocalFolder
 from ddp_hydra.storage.object_store import WebServer
-from ddp_hydra.storage.s3 import Bucket, BucketAddress, check_name
+from ddp_hydra.storage.s3 import Bucket, BucketAddress, check_name, endpoint_of
 
 CLIENTS = ("obstore", "s3fs")
 _BUCKETS = ("s3", "gs", "az")
@@ -69,24 +69,30 @@ class Access:
         """Return the store of a URL, and its key there.
 
         Args:
-            url: s3://bucket/key, gs:// or az:// as well, http(s)://host/path, file:///path, a path, or a URL of fsspec.
+            url: s3://bucket/key, gs:// or az:// as well, http(s)://host/path, file:///path, a path, or a URL of fsspec;
+                a scheme in lower case.
         """
-        parts = urlsplit(url)
-        if "://" in url and parts.scheme not in ("file", "http", "https"):
-            _check_scheme(parts.scheme, self.setting)
-            root = f"{parts.scheme}://{parts.netloc}"
-            return self._store(root), url[len(root) :].strip("/")  # S3:// is s3://
-        if parts.scheme in ("http", "https"):
+        scheme, is_url, rest = url.partition("://")
+        if not is_url or scheme == "file":
+            path = local_path(url)
+            return self._store(f"file://{path.parent}"), path.name
+        if scheme in ("http", "https"):
+            parts = urlsplit(url)
             query = f"?{parts.query}" if parts.query else ""
             return self._store(f"{parts.scheme}://{parts.netloc}/{query}"), unquote(parts.path).lstrip("/")
-        path = local_path(url)
-        return self._store(f"file://{path.parent}"), path.name
+        _check_scheme(scheme, self.setting)
+        bucket, _, key = rest.partition("/")
+        return self._store(f"{scheme}://{bucket}"), key.strip("/")
 
     def open_folder(self, url: str) -> tuple[Store, str]:
         """Return the store of a folder, and its prefix there: of a local folder, a store of its own and ""."""
         if is_remote(url):
             return self.open(url)
         return self._store(f"file://{local_path(url)}"), ""
+
+    def endpoint(self, url: str) -> str | None:
+        """Return the endpoint of an s3:// URL; None: AWS, or another URL. Caches need it: stores may share a URL."""
+        return endpoint_of(self.endpoint_url) if url.startswith("s3://") else None
 
     def bucket(self, name: str) -> Store:
         """Return a whole store by its name, as in `root_of`; raises as that."""

@@ -272,7 +272,7 @@ class Callbacks:
                 module.training = mode
             unfroze = self.state.unfrozen != before["unfrozen"]
             if unfroze and self.state.model.training:  # amid an epoch: at once, as in a run that is resumed here
-                parameter_groups.train_mode(self.state.model, parameter_groups.frozen_norms(self.state.model))
+                parameter_groups.train_mode(self.state.model, view._run.frozen_norms)
             if callback.changes_training or unfroze:
                 continue
             after = self._fingerprint()

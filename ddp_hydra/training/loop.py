@@ -301,7 +301,6 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
             update.rescale(update.weighing.factor(decision.n))
             if not update.weighing.is_empty:
                 update.apply()
-            update.scheduler.step()
         run.advance(updated=True)
         run.state.check()
         metrics, batch = named("train", computed(run.task, meter.result())), micro_batches[0].batch

@@ -117,7 +117,8 @@ class TrainingRun:
             progress.load_state_dict(before["progress"])
         self.builder = UpdateBuilder(cfg, self.parallel, self.task, self.consensus, self.sampler.global_batch, device)
         self.updates = self.builder.first(progress, before.get("unfrozen") or [])
-        self.frozen_norms = parameter_groups.frozen_norms(self.model)  # after sync_batchnorm has replaced layers
+        # after sync_batchnorm has replaced layers
+        self.frozen_norms = parameter_groups.frozen_norms(self.model, cfg.trainer.freeze)
         self._build_state(config, description, batch)
         changed = load_run.restore(self.state, before, cfg, train_set) if before else ""
         if before:
@@ -241,7 +242,7 @@ class TrainingRun:
         stage = {"patterns": listed(patterns), "lr": lr}
         self.updates = self.builder.unfrozen(self.updates, stage)
         self.monitor.watch(self.updates.values())
-        self.frozen_norms = parameter_groups.frozen_norms(self.model)
+        self.frozen_norms = parameter_groups.frozen_norms(self.model, self.cfg.trainer.freeze)
         self.state.unfrozen.append(stage)
 
     def stopped_early(self) -> str:

@@ -57,11 +57,17 @@ from ddp_hydra.storage.files import AppendFile, prepared_path, write_atomic, wri
 from ddp_hydra.writers.files import names_logged
 
 _numbers = itertools.count()
+_SECOND = re.compile(r"events\.out\.tfevents\.(\d+)\.", re.ASCII)
 
 
-def file_name() -> str:
-    """Return a new name for an event file; TensorBoard reads the files of a folder in the order of their names."""
-    return f"events.out.tfevents.{int(time.time()):010d}.{os.getpid()}.{next(_numbers):06d}"
+def file_name(folder: Path) -> str:
+    """Return a new name for an event file; TensorBoard reads the files of a folder in the order of their names.
+
+    A file's points drop earlier ones, so its name sorts behind the others, also where this host's clock is behind.
+    """
+    found = (_SECOND.match(path.name) for path in folder.glob("events.out.tfevents.*"))
+    after = max((int(second[1]) for second in found if second), default=-1) + 1
+    return f"events.out.tfevents.{max(int(time.time()), after):010d}.{os.getpid()}.{next(_numbers):06d}"
 
 
 def encoded(event: Event) -> bytes:
@@ -130,7 +136,7 @@ class TensorBoardWriter:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        path = prepared_path(run_dir, f"tensorboard/{file_name()}")
+        path = prepared_path(run_dir, f"tensorboard/{file_name(run_dir / 'tensorboard')}")
         self._file = AppendFile(path)
         self._empty = True
         self._seen: set[str] = set()  # counts that have been more than 0
@@ -392,7 +398,8 @@ def _put(folder: Path, tag: str, data: HParamsPluginData, below: str = "tensorbo
     try:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(prepared_path(folder, f"{below}/{file_name()}.hparams"), b"".join(map(encoded, events)))
+        path = prepared_path(folder, f"{below}/{file_name(folder / below)}.hparams")
+        write_atomic(path, b"".join(map(encoded, events)))
     except RecordError as error:
         log.warning("TensorBoard's HParams tab does not show %s: %s", folder, error)
 

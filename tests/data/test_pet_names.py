@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from data.pet_names import ALPHABET, PAD, STOP, PetNames, make_windows
+from ddp_hydra.storage import Access
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "seattle_pet_names.json"
 real = pytest.mark.skipif(not REAL.exists(), reason="the real names are not on this machine")
@@ -135,6 +136,17 @@ def test_a_url_is_downloaded_once_and_then_read_from_the_cache(web, tmp_path, mo
     kept.write_bytes(b'["re')  # a damaged file is downloaded again
     assert PetNames(web.url, cache_dir=cache_dir).names == ["rex", "fido"]
     assert kept.read_bytes() == web.content
+
+
+def test_two_stores_with_one_url_do_not_share_a_cache(tmp_path, monkeypatch):
+    found = {"http://one": b'["rex"]', "http://two": b'["fido"]'}
+    monkeypatch.setattr(Access, "open", lambda access, url: ({"key": found[access.endpoint(url)]}, "key"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://two")
+    for _ in range(2):
+        for endpoint, name in (("http://one", "rex"), (None, "fido"), ("http://two", "fido")):
+            data = PetNames("s3://pets/names.json", cache_dir=str(tmp_path), endpoint_url=endpoint)
+            assert data.names == [name]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning_and_no_more(web, tmp_path):

@@ -105,10 +105,6 @@ class ShardListDataset(Dataset):
             sample = transform(sample)
         return sample
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples of a batch."""
-        return [self[index] for index in indices]
-
     def get_stats(self) -> tuple[int, int]:
         """Return how many samples were read, and how many shards had to be downloaded, by this process."""
         return self._accesses, int(self.data.stats()["downloads"])

@@ -74,7 +74,7 @@ class ShardCache(ProcessLocal):
         self._given_folder, self.budget_bytes, self._prefetch = folder, budget_bytes, prefetch
         # The name of each shard in the cache; "": it is used where it is.
         self._names = [
-            "" if not is_remote(shard.url) and not is_packed(shard.url) else _file_name(shard, self.access)
+            _file_name(shard, self.access.endpoint(shard.url)) if is_remote(shard.url) or is_packed(shard.url) else ""
             for shard in self.shards
         ]
         self._begin_process_state()
@@ -349,9 +349,8 @@ def _in_gib(n_bytes: int) -> int:
     return -(-n_bytes // GIB)
 
 
-def _file_name(shard: Shard, access: Access) -> str:
+def _file_name(shard: Shard, endpoint: str | None) -> str:
     # Return the name of a shard's file: a different one for each URL, store, size and MD5, and time of a local file.
-    endpoint = access.open(shard.url)[0].endpoint_url if shard.url.startswith("s3:") else None
     written: tuple[int, ...] = ()
     if not is_remote(shard.url):
         with contextlib.suppress(OSError):  # it is said when the shard is needed

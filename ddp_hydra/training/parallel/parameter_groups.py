@@ -60,11 +60,12 @@ def unfreeze(model: nn.Module, frozen: Sequence[str], patterns: Sequence[str]) -
     return fresh
 
 
-def frozen_norms(model: nn.Module) -> list[nn.Module]:
+def frozen_norms(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    # One that the model has frozen itself goes on with its statistics, as in torch.
+    named = with_names(model)
+    frozen = {one for one, names in named.items() if not one.requires_grad and is_chosen(names, patterns)}
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    return [
-        norm for norm in norms if norm.affine and not any(parameter.requires_grad for parameter in norm.parameters())
-    ]
+    return [norm for norm in norms if norm.affine and frozen.issuperset(norm.parameters())]
 
 
 def train_mode(model: nn.Module, frozen_norms: Iterable[nn.Module]) -> None:

@@ -27,6 +27,8 @@ from PIL import Image
 
 from ddp_hydra.compat import wids
 from ddp_hydra.compat.wids.__main__ import expanded, main
+from ddp_hydra.data.batch import make_batch
+from ddp_hydra.data.samplers import Distributed
 from tests.support.tar_server import numbered, tar_of
 
 
@@ -64,6 +66,16 @@ def write(tmp_path):
 
 
 # -- the data set ----------------------------------------------------------------------------------------------
+
+
+def test_what_a_transformation_draws_depends_on_no_batch_size(shards):
+    data = wids.ShardListDataset(shards[1:2], transformations=lambda sample: torch.rand(()).item())
+    drawn = [
+        torch.cat([make_batch(data, indices, seeded=True) for indices in sampler.batches(0)]).tolist()
+        for sampler in (Distributed(len(data), size, shuffle=False) for size in (1, 4, 25))
+    ]
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert len(set(drawn[0])) == 100
 
 
 def test_samples_are_found_in_all_shards(shards):

@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 from ddp_hydra.data.image_folder import S3ImageFolder
 from ddp_hydra.data.names import is_of
 from ddp_hydra.data.transforms import TrainTransform
+from ddp_hydra.storage import Bucket
 from ddp_hydra.storage.fsspec_store import FsspecStore
 from tests.support.tar_server import described, index_of, numbered
 
@@ -278,6 +279,14 @@ def test_a_listing_that_is_young_enough_is_taken_from_disk(folder, s3, png, monk
     for file in (tmp_path / "ddp_hydra" / "listings").iterdir():
         file.write_bytes(b"damaged")
     assert len(folder(bucket, "t", listing_max_age_s=3600)) == 3
+
+
+def test_the_listing_of_another_store_with_this_bucket_is_not_taken(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Bucket, "objects", lambda store, prefix: [(f"t/a/{store.endpoint_url[7:]}.png", 1)])
+    for name in ("one", "two", "one"):
+        data = S3ImageFolder("pets", "t", endpoint_url=f"http://{name}", listing_max_age_s=3600)
+        assert data.samples[0][0] == f"t/a/{name}.png"
 
 
 def test_a_cache_that_cannot_be_written_does_not_matter(folder, pets, monkeypatch, tmp_path):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, namedtuple
+from collections import Counter, deque, namedtuple
 from collections.abc import Iterable
 
 import pytest
@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hydra.data import loader as loader_module
+from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.loader import Loader
+from ddp_hydra.errors import ConfigError
 from tests.support.clocks import set_time
 
 CPU = torch.device("cpu")
@@ -152,6 +154,15 @@ def test_an_error_of_the_data_set_surfaces_where_its_batch_would_be(prefetch):
     with pytest.raises(KeyError, match="no more"):
         pairs(Loader(Squares(), CPU, prefetch=prefetch).load(batches()))
     assert threads() == []
+
+
+@pytest.mark.usefixtures("all_slow")
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("empty", [[], Indices([])])
+def test_a_sampler_that_gives_an_empty_batch_is_told(empty, prefetch):
+    steps = Loader(Squares(), CPU, prefetch=prefetch).steps([[0, 1], [2, 3], empty, [4]], 2)
+    with pytest.raises(ConfigError, match=r"the sampler gave an empty batch: let its batches\(\) yield batch_size"):
+        deque(map(list, steps), maxlen=0)
 
 
 def test_closing_early_leaves_no_thread_and_reads_no_further():

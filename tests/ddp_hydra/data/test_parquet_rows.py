@@ -18,9 +18,10 @@ from ddp_hydra.data import ParquetRows
 from ddp_hydra.data.batch import make_batch
 from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.loader import Loader
+from ddp_hydra.data.mix import Mix
 from ddp_hydra.data.samplers import Chunked
 from ddp_hydra.data.wrappers import look_into
-from ddp_hydra.errors import DataError
+from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.storage.base import TemporaryError
 
 
@@ -88,6 +89,26 @@ def test_a_batch_of_rows_of_several_sets(folder):
     rows = [sets[1][1], sets[0][1], sets[0][2], sets[1][2]]
     assert torch.equal(x, torch.stack([row[0] for row in rows]))
     assert y.tolist() == [row[1].item() for row in rows]
+
+
+@pytest.mark.parametrize("together", [ConcatDataset, lambda parts: Mix(dict(zip("xy", parts, strict=True)))])
+def test_sets_with_columns_in_another_order_are_refused_together(tmp_path, together):
+    one = ParquetRows(write(tmp_path / "0.parquet"), "label")
+    pyarrow.parquet.write_table(pyarrow.table({"b": [2], "a": [1.0], "label": [0]}), tmp_path / "1.parquet")
+    with pytest.raises(ConfigError, match=r"\[a,b\] and \[b,a\], .*: give features=\[a,b\] to each"):
+        look_into(together([Subset(one, range(5)), ParquetRows(str(tmp_path / "1.parquet"), "label")]))
+    data = look_into(together([one, ParquetRows(str(tmp_path / "1.parquet"), "label", one.features)]))
+    assert [part.tolist() for part in data[25]] == [[1, 2], 0]
+    assert data.features == ["a", "b"]
+
+
+def test_a_list_of_samples_is_no_list_of_columns():
+    class Texts(list):
+        @property
+        def features(self):
+            return list(self)
+
+    assert len(look_into(ConcatDataset([Texts(["one", "two"]), Texts(["three"])]))) == 3
 
 
 def test_a_loader_and_the_chunked_sampler_read_row_groups_one_after_the_other(folder):

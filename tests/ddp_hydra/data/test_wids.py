@@ -68,7 +68,6 @@ def test_every_sample_is_within_reach_in_any_order(three, tmp_path):
     assert (data[200]["__key__"], decode_field(".txt.gz", data[200][".txt.gz"])) == ("compressed/0001", "text 1")
     assert data[201]["__key__"] == "compressed/0002"
     assert data[0]["__key__"] == "000000"
-    assert [sample["__index__"] for sample in data.__getitems__([202, 5, 150])] == [202, 5, 150]
     assert [sample["__index__"] for sample in data] == list(range(203))
     assert [data[index]["__index__"] for index in (-1, -203, np.int64(3))] == [202, 0, 3]
     for index in (203, -204):

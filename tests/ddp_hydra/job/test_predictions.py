@@ -73,6 +73,17 @@ def test_csv(parts, tmp_path):
     assert [row["score"] for row in table] == ["0.1", "0.25", "-3e-08", "1.0", "0.3"]
 
 
+def test_a_text_with_a_line_break_of_any_kind_is_one_cell(tmp_path):
+    texts = ["one\rtwo", "one\ntwo", "one\r\ntwo", "\r", "\r\n", "plain", None]
+    chunk = {"index": np.arange(7), "text": texts, "score": np.arange(7, dtype=np.float32)}
+    predictions.write(tmp_path / "out.csv", lambda: [chunk], 7)
+    with (tmp_path / "out.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["text"] for row in table] == [*texts[:-1], ""]
+    assert [row["score"] for row in table] == [f"{number}.0" for number in range(7)]
+    assert (tmp_path / "out.csv").read_bytes().endswith(b"\n5,plain,5.0\n6,,6.0\n")
+
+
 def test_parquet(parts, tmp_path):
     pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
     write(parts, tmp_path / "out.parquet", "table")

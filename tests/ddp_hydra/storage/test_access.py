@@ -161,11 +161,6 @@ def test_a_web_server_is_read(store):
             refused("photos")
 
 
-def test_a_scheme_may_be_typed_in_capitals():
-    store, key = Access(anon=True).open("S3://bucket/a/B.png")
-    assert (store.url, key) == ("s3://bucket", "a/B.png")
-
-
 def test_one_store_is_opened_for_all_of_a_bucket_or_host():
     access = Access()
     assert access.open("s3://photos/a/1")[0] is access.open("s3://photos/b/2")[0]
@@ -175,9 +170,22 @@ def test_one_store_is_opened_for_all_of_a_bucket_or_host():
         "a b",
         "x y",
     ]
-    for url in ("ipfs2://photos/a", "local:///etc/hostname", "simplecache::s3://photos/a"):
+    layers = "local:///etc/hostname", "simplecache::s3://photos/a"
+    for url in ("ipfs2://photos/a", *layers, "S3://photos/a", " s3://photos/a"):
         with pytest.raises(ValueError, match=r":// is not known.*data\.bucket="):
             access.open(url)
+
+
+def test_caches_tell_stores_apart_that_share_a_url(monkeypatch):
+    url = "s3://photos/a/1"
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
+    assert [Access(given).endpoint(url) for given in (None, "http://one")] == [None, "http://one"]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://two")
+    assert [Access(given).endpoint(url) for given in (None, "http://one")] == ["http://two", "http://one"]
+    assert [Access("http://one").endpoint(other) for other in ("https://host/a", "gs://photos/a", "a")] == [None] * 3
+    stores = [Access("http://one", client=client).open(url)[0] for client in ("obstore", "s3fs")]
+    assert [store.endpoint_url for store in stores] == ["http://one"] * 2
 
 
 def test_a_folder_is_listed_through_links_and_never_in_a_circle(tmp_path):

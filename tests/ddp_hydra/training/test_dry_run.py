@@ -58,6 +58,17 @@ def test_it_makes_a_whole_step_and_names_the_metrics():
     assert lines[-1] == "dry run: all of it works"
 
 
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"},
+        {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.1, "total_steps": 1},
+    ],
+)
+def test_schedules_take_the_steps_that_they_take_in_a_run(scheduler):
+    assert dry(scheduler=scheduler, trainer={"max_steps": 1})[-1] == "dry run: all of it works"
+
+
 class Table(torch.nn.Linear):
     """Looks numbers up, by a layer or by a function: the optimizer learns of a function in the step alone."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -107,6 +109,14 @@ def test_a_resume_takes_what_the_config_gives_and_keeps_the_rest(train, first, t
     for name in ("counts", "noise", "bias"):
         assert flat(resumed[name]) == flat(saved[name]), name
     assert saved["counts"].sum() == 3 + 2 * stopped.value["steps"]
+
+
+def test_each_key_of_a_checkpoint_has_a_row_in_the_docs(train):
+    page = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text()
+    rows = re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE)
+    content = read(train(whole=of_loss(), epochs=1, ema_decay=0.9).last)
+    assert "loss" in content
+    assert content.keys() <= {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
 def test_other_keys_of_the_task_change_nothing_of_its_loss(train):

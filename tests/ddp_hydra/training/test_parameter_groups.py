@@ -69,9 +69,10 @@ def test_what_the_model_has_frozen_itself_stays_so():
 def test_norms_whose_weights_are_frozen_are_told():
     model = network()
     parameter_groups.freeze(model, ["body.1.weight"])
-    assert parameter_groups.frozen_norms(model) == []
+    assert parameter_groups.frozen_norms(model, ["body.1.weight"]) == []
     parameter_groups.freeze(model, ["body.*"])
-    assert parameter_groups.frozen_norms(model) == [model.body[1]]
+    assert parameter_groups.frozen_norms(model, ["body.*"]) == [model.body[1]]
+    assert parameter_groups.frozen_norms(model, ["body.1.weight"]) == []  # the model has frozen its bias itself
 
 
 def test_a_pattern_that_fits_nothing_is_refused_with_names_that_are_there():

@@ -140,6 +140,22 @@ def test_frozen_norms_stay_as_they_were_also_where_sync_batchnorm_puts_others_in
     assert (content["0.running_mean"].tolist(), content["0.num_batches_tracked"].item()) == ([0.0] * 4, 0)
 
 
+class SelfFrozen(Normed):
+    """Freezes its norm itself: torch goes on with its statistics."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        self[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize(("freeze", "steps"), [([], 4), (["*", "!1.*"], 0)])
+def test_norms_that_the_model_freezes_itself_go_on_as_in_torch(train, freeze, steps):
+    parts = {"model": {"_target_": f"{__name__}.SelfFrozen"}}
+    content = read(train(freeze=freeze, epochs=1, parts=parts).last)["model"]
+    assert content["0.num_batches_tracked"].item() == steps
+    assert content["0.running_mean"].any().item() == bool(steps)
+
+
 CONSTANT = {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.constant"}}
 
 

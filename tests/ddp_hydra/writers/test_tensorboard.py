@@ -152,6 +152,18 @@ def test_a_job_that_goes_on_or_begins_again_in_its_folder_has_one_clean_curve(tm
     assert points == [(step, step if step <= begin else step * 10) for step in (10, 20, 30, 40)]
 
 
+def test_a_curve_goes_on_where_the_clock_is_behind_the_one_of_the_run_before(tmp_path, metrics_record, monkeypatch):
+    for first, clock_s in ((0, 2_000_000_000), (20, 1_999_999_000), (30, 1_999_999_000)):
+        monkeypatch.setattr("time.time", lambda clock_s=clock_s: clock_s)
+        writer = TensorBoardWriter(tmp_path)
+        writer.write(Record(Start(), step=first))
+        for step in range(first + 10, 50, 10):
+            writer.write(metrics_record(step, loss=step + first / 100))
+        writer.close()
+    points = [(event.step, round(event.value, 2)) for event in read_back(tmp_path).Scalars("loss")]
+    assert points == [(10, 10), (20, 20), (30, 30.2), (40, 40.3)]
+
+
 @pytest.mark.parametrize("content", ["%%%", "é", base64.b64encode(b"GIF89a" + bytes(60)).decode()])
 def test_an_image_that_is_no_png_is_refused(tmp_path, content):
     with pytest.raises(RecordError, match="image 'x' of rank 3 is not a PNG"):
