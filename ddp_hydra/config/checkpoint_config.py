@@ -21,7 +21,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from ddp_hydra.config import redact, references
+from ddp_hydra.config import hydra_compat, redact, references
 from ddp_hydra.config.schema import TOP, base, missing_key, number_types, why_unresolved
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
@@ -103,7 +103,7 @@ def composed(
         if not secret.startswith(tuple(f"{key}." for key in without)):
             raise ConfigError(f"{secret} looks like a secret, so no checkpoint keeps it: give {secret}=<value>")
     try:
-        resolved = OmegaConf.create(_resolved(cfg, without))
+        resolved = hydra_compat.config_of(_resolved(cfg, without))
     except OmegaConfBaseException as error:
         key, is_missing = missing_key(error), isinstance(error, InterpolationToMissingValueError)
         reason = "it has no value" if is_missing else why_unresolved(error)

@@ -27,6 +27,7 @@ from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.config import project, redact, unknown_keys
 from ddp_hydra.config.hydra_compat import (
     ENV_SET,
+    config_of,
     hydra_config_of,
     reads_variable,
     sets_variables,
@@ -167,7 +168,7 @@ def need_of(config: DictConfig) -> Need:
         return Need()
     ranks, each = config.dispatch.ranks, config.dispatch.ranks_per_worker
     workers = ranks and -(-ranks // (each if isinstance(each, int) else 1))
-    return Need(OmegaConf.to_yaml(config.cluster, resolve=True, sort_keys=True), workers)
+    return Need(_yaml(OmegaConf.to_container(config.cluster, resolve=True, enum_to_str=True)), workers)
 
 
 def in_order(overrides: Sequence[str]) -> list[str]:
@@ -237,7 +238,11 @@ def own_need(ranks: int | None, config: Any) -> Need:
             "preload": "ddp_hydra.rank.dask_preload",
             **settings,
         }
-    return Need(OmegaConf.to_yaml(OmegaConf.create(settings), sort_keys=True), ranks)
+    return Need(_yaml(settings), ranks)
+
+
+def _yaml(values: Any) -> str:
+    return OmegaConf.to_yaml(config_of(values), sort_keys=True)
 
 
 PRELOAD = (

@@ -184,7 +184,7 @@ def _make(name: str, kind: Callable[..., Any], options: Mapping[str, Any], maxim
 
 def _pruner(options: Mapping[str, Any], maximize: bool) -> OptunaRule:
     try:
-        pruner = instantiate(OmegaConf.create(dict(options)))
+        pruner = instantiate(dict(options))
     except (HydraException, ImportError, TypeError, ValueError) as error:
         hint = "" if is_installed("optuna") else " (pip install 'ddp-hydra[optuna]')"
         reason = " ".join(str(error).split())

@@ -140,6 +140,8 @@ def test_apps_of_others_get_a_local_cluster_of_as_many_workers_as_ranks_unless_t
     local = OmegaConf.create(planned_job.own_need(2, None).cluster)
     assert (local._target_, local.n_workers, local.host) == ("distributed.LocalCluster", 2, "127.0.0.1")
     assert OmegaConf.create(planned_job.own_need(2, {"n_workers": 4}).cluster).n_workers == 4
+    texts = planned_job.own_need(2, {"_target_": "some.Cluster", "prologue": ["cd ${SCRATCH}"]}).cluster
+    assert OmegaConf.to_container(OmegaConf.create(texts), resolve=True)["prologue"] == ["cd ${SCRATCH}"]
     other = OmegaConf.create(planned_job.own_need(2, {"_target_": "some.Cluster"}).cluster)
     assert other == {"_target_": "some.Cluster", "n_workers": 2}
 
