@@ -6,7 +6,7 @@ import atexit
 import json
 import os
 import threading
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, chdir, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,7 +75,8 @@ class ComposedConfig:
 
     @held_back()
     def __init__(self, words: Sequence[str], config_name: str | None = None) -> None:
-        if isinstance(words, str | Mapping) or not all(isinstance(word, str) for word in words):
+        is_list = isinstance(words, Sequence) and not isinstance(words, str)  # an iterator would be used up
+        if not is_list or not all(isinstance(word, str) for word in words):
             raise ConfigError(f"overrides are {words!r}, and must be a list of texts: ['model=resnet18', 'seed=1']")
         if options := [word for word in words if word.startswith("-")]:
             raise ConfigError(f"{options[0]} is an option of the command; from Python only overrides are taken")
@@ -394,14 +395,14 @@ class Run:
 
 
 def _checked_changes(changes: Sequence[str]) -> tuple[str, ...]:
-    changes = (changes,) if isinstance(changes, str) else changes
+    changes = (changes,) if isinstance(changes, str) else tuple(changes)
     for word in changes:
         if not isinstance(word, str):
             raise ConfigError(f"{word!r} is no text: give each change by itself, 'data.batch_size=64', 'seed=1'")
         key, _, value = word.partition("=")
         if key in ("which", "split", "overwrite", "targets"):
             raise ConfigError(f"{word} is no key of the config: give an argument of the method, {key}={value!r}")
-    return tuple(changes)
+    return changes
 
 
 class StartedRun(Run):

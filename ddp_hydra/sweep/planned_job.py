@@ -20,6 +20,7 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus, run_job
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
+from yaml import YAMLError
 
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connect import is_inline
@@ -193,13 +194,12 @@ def is_paused(row: JobRow) -> bool:
 
 def take_over_folder(planned: PlannedJob) -> None:
     """Resume a job that an earlier run of the sweep had started when it was killed, and had not noted yet."""
-    saved = planned.folder / ".hydra" / "overrides.yaml"
-    if not saved.is_file():
+    saved, hydra_cfg = (_saved(planned.folder / ".hydra" / f"{name}.yaml") for name in ("overrides", "hydra"))
+    if not isinstance(saved, list):
         return
-    overrides = redact.without(OmegaConf.to_container(OmegaConf.load(saved)))  # other apps save theirs as typed
+    overrides = redact.without(saved)  # other apps save theirs as typed
     own = [word for word in planned.row.overrides if not sets_variables(word)]
-    with contextlib.suppress(OSError):  # without it, only the overrides tell
-        hydra_cfg: Any = OmegaConf.to_container(OmegaConf.load(saved.with_name("hydra.yaml")))
+    if isinstance(hydra_cfg, dict) and "hydra" in hydra_cfg:  # without it, only the overrides tell
         overrides += variables_read(hydra_cfg["hydra"], planned.config)
         now: Any = OmegaConf.to_container(planned.config.get("hydra") or OmegaConf.create({}))
         own += variables_read(now, planned.config)  # a row lacks them if only an experiment sets variables
@@ -209,6 +209,13 @@ def take_over_folder(planned: PlannedJob) -> None:
             "give another hydra.sweep.dir"
         )
     resume(planned, 0.0)
+
+
+def _saved(path: Path) -> Any:
+    """Return what a YAML file holds; None if there is none, or its writer was killed."""
+    with contextlib.suppress(OSError, YAMLError, ValueError):
+        return OmegaConf.to_container(OmegaConf.load(path))
+    return None
 
 
 def resume(planned: PlannedJob, spent_s: float) -> None:

@@ -149,6 +149,7 @@ def test_a_hydra_app_runs_a_job_and_goes_on_as_before(project, monkeypatch):
     ("words", "said"),
     [
         ("seed=1", "must be a list of texts"),
+        (iter(["seed=1"]), "must be a list of texts"),
         (
             ["optimizer.lr=0.1,0.2"],
             r"optimizer\.lr=0\.1,0\.2: these are several values: type optimizer\.lr=\[0\.1,0\.2\] .* for a text; "
