@@ -11,6 +11,7 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, ListConfig, OmegaConf, open_dict, read_write
@@ -59,7 +60,7 @@ def _kept(raw: Any, parent: Any, key: Any) -> Any:
     if isinstance(raw, list):
         return [_kept(value, parent[key], number) for number, value in enumerate(raw)]
     if not isinstance(raw, str) or "${" not in raw:
-        return raw
+        return str(raw) if isinstance(raw, Path) else raw  # of a structured config; torch.load reads plain values
     raw = references.with_secret_variables(raw)
     if not _OF_THE_JOB.search(raw):
         return raw

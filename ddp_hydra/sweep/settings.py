@@ -128,7 +128,7 @@ def stop_policy(given: Any, objective: SweepObjective, config: DictConfig, ranks
         config: of the sweep, without the swept overrides.
         ranks: of the tasks of another app.
     """
-    if given is None or config.get("dry_run"):
+    if given is None or (is_ours(config) and config.get("dry_run")):
         return None
     options: dict[str, Any] = {"rule": given} if isinstance(given, str) else _options(given)
     check_objective(objective, config, ranks)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,11 @@ def test_no_secret_is_kept_beside_what_only_the_job_knows(monkeypatch):
     monkeypatch.setenv("A3", "x")
     again = checkpoint_config.composed(kept, ["data.login=me"])
     assert again.data.url == "ftp://hunter2/3/x"
+
+
+def test_a_path_of_a_structured_config_is_kept_as_a_text():
+    kept = checkpoint_config.stored_config(config(data={"root": Path("/photos"), "all": [Path("/a")]}))["data"]
+    assert (kept["root"], kept["all"], type(kept["root"])) == ("/photos", ["/a"], str)
 
 
 def test_a_variable_of_hydra_that_looks_like_a_secret_is_read_anew(monkeypatch):
