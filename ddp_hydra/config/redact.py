@@ -157,8 +157,9 @@ def yaml_text(config: Any) -> str:
     """Return a config as OmegaConf writes it, without its secrets. Interpolations stay."""
     content = without(OmegaConf.to_container(config, enum_to_str=True) if OmegaConf.is_config(config) else config)
     hydra = found if isinstance(content, dict) and isinstance(found := content.get("hydra"), dict) else {}
-    if HIDDEN in str((hydra.get("overrides") or {}).get("task")):  # all of them in one text, with any separators
-        hydra["job"]["override_dirname"] = HIDDEN
+    words, job = (hydra.get("overrides") or {}).get("task"), hydra.get("job") or {}
+    if str(words).count(HIDDEN) > str(job.get("override_dirname")).count(HIDDEN):  # it may have other separators
+        job["override_dirname"] = HIDDEN
     return str(yaml.dump(content, Dumper=_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False))
 
 

@@ -343,8 +343,9 @@ def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any
         if not isinstance(usual, bool | int | float) or "${" in word:
             continue
         value = OmegaConf.select(cfg, key, throw_on_missing=False)
-        # A model may take a list in the place of a number; torch's optimizers and schedulers don't.
-        if isinstance(value, str) or (isinstance(value, ListConfig) and group in ("optimizer", "scheduler")):
+        # A model may take a list or a text in the place of a number, padding=same; torch's optimizers don't.
+        is_text = isinstance(value, str) and (group != "model" or isinstance(usual, bool))
+        if is_text or (isinstance(value, ListConfig) and group in ("optimizer", "scheduler")):
             kind = "true or false" if isinstance(usual, bool) else "a number"
             raise ConfigError(f"{key}={value}: give {kind}; {group}={choices[group]} has {str(usual).lower()}")
 

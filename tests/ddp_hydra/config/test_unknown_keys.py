@@ -206,6 +206,7 @@ CHOICES = {"optimizer": "sgd", "data": "s3_images", "scheduler": "cosine", "mode
             r"data\.batch_size=8: data\.global_batch=64 wins over it: give one",
         ),
         ({"data.batch_size": 8, "data.global_batch": None}, {}, None),
+        ({"model.norm_momentum": "same"}, {}, None),
         ({"data.batch_size": None, "data.global_batch": 64}, {}, None),
         ({"data.bucket": "photos", "scheduler.by": "epoch", "cluster.memory_limit": "4GB", "seed": 3}, {}, None),
     ],
