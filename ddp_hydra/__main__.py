@@ -4,11 +4,14 @@ import contextlib
 import gc
 import re
 import sys
+from typing import Any
 
 FLAGS = ("-m", "--multirun")
 """Options with which a job starts. Others may only print, and a word without = names a command."""
 RANKS_ELSEWHERE = ("cluster=", "detach=", "dry_run=", "hydra.job.env_set", "hydra/launcher=")
 """Beginnings of overrides with which the ranks run on other machines, or in another environment."""
+OF_CLUSTER = ("cluster=", "cluster.", "experiment=")
+"""Beginnings of overrides that may choose the cluster."""
 CLUSTER = r"^\s*-\s*(?:override\s+)?/?cluster:\s*(\w+)"
 """The choice of a cluster in a list of defaults."""
 
@@ -40,12 +43,21 @@ def main() -> None:
             run()
             return
         fork_client.hold()  # this process is the worker of a host other than the first one
-        from ddp_hydra.cli.compose import compose
         from ddp_hydra.cli.main import report
         from ddp_hydra.cluster.kinds import torchrun as kind
 
-        words = [one for one in sys.argv[1:] if one.lstrip("+~").startswith(("cluster=", "cluster.", "experiment="))]
-        sys.exit(report(lambda: sys.exit(kind.work_on_host(place, lambda: compose(words).cluster))))
+        sys.exit(report(lambda: sys.exit(kind.work_on_host(place, lambda: cluster_of(sys.argv[1:])))))
+
+
+def cluster_of(arguments: list[str]) -> Any:
+    """Return the cluster of a command, also on a host that lacks the folder of its configs, or of a run it resumes."""
+    from ddp_hydra.cli.compose import compose, with_joined_values, with_resumed_overrides
+    from ddp_hydra.errors import DdpHydraError
+
+    with contextlib.suppress(DdpHydraError, OSError):
+        words = with_resumed_overrides(with_joined_values(arguments))
+        return compose([one for one in words if one.lstrip("+~").startswith((*OF_CLUSTER, "--config-"))]).cluster
+    return compose([one for one in arguments if one.lstrip("+~").startswith(OF_CLUSTER)]).cluster
 
 
 def run() -> None:

@@ -6,11 +6,11 @@ import atexit
 import json
 import os
 import threading
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, chdir, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hydra.core.utils import env_override
 from hydra.types import RunMode
@@ -23,8 +23,9 @@ from ddp_hydra.cli.compose import ONE_RUN, SWEEP, compose, environment_of, read_
 from ddp_hydra.cli.words import key_of
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.cluster.connection import Scheduler, workers_of
-from ddp_hydra.config import references
-from ddp_hydra.config.hydra_compat import ENV_SET, hydra_config_of, reads_variable, typed_words, variables_of
+from ddp_hydra.config import redact, references
+from ddp_hydra.config.experiments import GROUPS
+from ddp_hydra.config.hydra_compat import ENV_SET, config_of, hydra_config_of, reads_variable, typed_words, variables_of
 from ddp_hydra.config.schema import Handler
 from ddp_hydra.config.unknown_keys import explain
 from ddp_hydra.console import text
@@ -76,7 +77,8 @@ class ComposedConfig:
 
     @held_back()
     def __init__(self, words: Sequence[str], config_name: str | None = None) -> None:
-        if isinstance(words, str | Mapping) or not all(isinstance(word, str) for word in words):
+        is_list = isinstance(words, Sequence) and not isinstance(words, str)  # an iterator would be used up
+        if not is_list or not all(isinstance(word, str) for word in words):
             raise ConfigError(f"overrides are {words!r}, and must be a list of texts: ['model=resnet18', 'seed=1']")
         if options := [word for word in words if word.startswith("-")]:
             raise ConfigError(f"{options[0]} is an option of the command; from Python only overrides are taken")
@@ -162,6 +164,7 @@ class Connection:
 
     Attributes:
         client: the `distributed.Client`.
+        cfg: the part `cluster` of its config, which takes the place of each job's.
     """
 
     def __init__(self, overrides: Sequence[str]) -> None:
@@ -169,12 +172,18 @@ class Connection:
             raise ConfigError("there is a cluster already: close it with .close() before another one is started")
         self._stack = ExitStack()
         job = ComposedConfig(overrides)
+        read = {"cluster": OmegaConf.to_container(job.cfg.cluster)}
+        for word in overrides:
+            is_other = not key_of(word).startswith(("cluster", "hydra", *GROUPS))
+            if is_other and not references.is_read(key_of(word), read):
+                raise ConfigError(f"{redact.without([word])[0]} is not of the cluster: give it to ddp_hydra.run")
         job.fill_in()
         cfg = job.cfg.cluster
         if cluster.is_inline(cfg):
             raise ConfigError("cluster=inline is not a cluster: leave connect out")
         try:
             self.client: Any = cluster.start(cfg, self._stack, notify=print)
+            self.cfg = config_of(cast(Any, OmegaConf.to_container(cfg, resolve=True)))
             address, security = self.client.scheduler.address, self.client.security
             cluster.use_existing(Scheduler(address, security, expected=cfg.get("n_workers")))
         except BaseException:
@@ -218,7 +227,7 @@ def connect(overrides: Sequence[str] = ()) -> Connection:
         overrides: choose the cluster, as in the command line: ["cluster.n_workers=4"], ["cluster=remote", …].
 
     Raises:
-        ConfigError: there is one already.
+        ConfigError: there is one already, or a word is not of the cluster.
         ClusterError: it cannot be started, or too few workers came in time.
         Interrupted: it was interrupted; nothing is left of it.
     """
@@ -395,14 +404,14 @@ class Run:
 
 
 def _checked_changes(changes: Sequence[str]) -> tuple[str, ...]:
-    changes = (changes,) if isinstance(changes, str) else changes
+    changes = (changes,) if isinstance(changes, str) else tuple(changes)
     for word in changes:
         if not isinstance(word, str):
             raise ConfigError(f"{word!r} is no text: give each change by itself, 'data.batch_size=64', 'seed=1'")
         key, _, value = word.partition("=")
         if key in ("which", "split", "overwrite", "targets"):
             raise ConfigError(f"{word} is no key of the config: give an argument of the method, {key}={value!r}")
-    return tuple(changes)
+    return changes
 
 
 class StartedRun(Run):
@@ -525,6 +534,8 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str | 
             )
         with env_override(variables if wait else {}):
             job.fill_in()
+        if _open and not cluster.is_inline(job.cfg.cluster):
+            job.cfg.cluster = _open[0].cfg
         if not job.cfg.dry_run:
             with locked(job.run_dir):
                 refuse_other_run(job.run_dir, job.cfg.resume)

@@ -63,6 +63,7 @@ MODES = {
 """Of these words of a command, Hydra takes one."""
 ONE_RUN = "hydra.mode=RUN"
 SWEEP = "--multirun"
+SWEEPS = {"-m", SWEEP, "hydra.mode=MULTIRUN"}
 GPUS = "CUDA_VISIBLE_DEVICES"
 OWN_CONFIGS = "a command that is given a run has the run's own configs"
 
@@ -240,10 +241,21 @@ def saved_without_secrets() -> AbstractContextManager[None]:
 
 
 def read_words(arguments: list[str]) -> list[str]:
-    arguments = [with_weights(quoted_path(word)) for word in with_options_first(arguments)]
+    arguments = [with_weights(quoted_path(word)) for word in with_options_first(with_joined_values(arguments))]
     typed = with_search(arguments)
     resumed = with_resumed_sweep(with_one_run(with_resumed_overrides(typed), typed))
     return with_run_dir_before(with_faults(with_params(resumed)))
+
+
+def with_joined_values(arguments: list[str]) -> list[str]:
+    """Join options and their values, `--config-dir a=b`, which would be taken for overrides."""
+    words: list[str] = []
+    for word in arguments:
+        if words and words[-1] in ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
 
 
 def with_options_first(arguments: list[str]) -> list[str]:
@@ -271,7 +283,7 @@ def with_search(arguments: list[str]) -> list[str]:
 
 def with_resumed_overrides(arguments: list[str]) -> list[str]:
     """Add to `resume=<run>` the overrides that the run was started with; those typed now have priority."""
-    resumed = next((value_of(word) for word in arguments if word.startswith("resume=")), "")
+    resumed = _resumed(arguments)
     saved = _overrides_of(resumed)
     if saved is None:
         return arguments
@@ -297,6 +309,11 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     return with_options_first([*kept, *before, *arguments])
 
 
+def _resumed(words: Sequence[str]) -> str:
+    """Return the run that words resume, of several the last one, as Hydra does; "" without one."""
+    return next((value_of(word) for word in reversed(words) if word.startswith("resume=")), "")
+
+
 def _resets(arguments: Sequence[str], saved: Sequence[str]) -> list[str]:
     """Return the words `~key` whose key every job has: it gets the value again that it has without the saved words."""
     removed = [word for word in arguments if word.startswith("~") and full_key_of(word) in schema.OF_EVERY_JOB]
@@ -318,7 +335,7 @@ def _entries(word: str) -> Mapping[Any, Any]:
 
 def with_one_run(arguments: list[str], typed: Sequence[str]) -> list[str]:
     """Let `resume=<run>` go on with one run where its config makes sweeps, unless what is typed now may make one."""
-    resumed = next((value_of(word) for word in typed if word.startswith("resume=")), "")
+    resumed = _resumed(typed)
     may_sweep = {*MODES, *experiments.GROUPS} & set(map(key_of, typed)) or any(map(_is_sweep, typed))
     return arguments if may_sweep or _overrides_of(resumed) is None else [*arguments, ONE_RUN]
 
@@ -546,6 +563,10 @@ def saved_yaml(run: str, name: str, kind: type[Saved], *, follows: bool = False)
         content = place.read(f".hydra/{name}")
     except (FileNotFoundError, NotADirectoryError, ConnectionError):
         return None
+    return _parsed(content, f"{place.place.rstrip('/')}/.hydra/{name}", kind)
+
+
+def _parsed(content: bytes, file: str, kind: type[Saved]) -> Saved | None:
     if not content.strip() and kind is dict:  # its writer was killed
         return None
     found: Any = None
@@ -556,7 +577,6 @@ def saved_yaml(run: str, name: str, kind: type[Saved], *, follows: bool = False)
         reason = str(getattr(error, "problem", None) or error).partition("\n")[0]
     if isinstance(found, kind):
         return found
-    file = f"{place.place.rstrip('/')}/.hydra/{name}"
     raise ConfigError(f"{file} is damaged ({reason}): write it anew, or remove it and type what it held")
 
 
@@ -567,7 +587,7 @@ def _folder_of(hydra_cfg: Mapping[Any, Any]) -> str:
 
 def typed_elsewhere(error: Exception, words: Sequence[str]) -> str:
     """Say, of an option that is not there, in which other folder the run was typed that these words resume, if any."""
-    resumed = next((value_of(word) for word in words if word.startswith("resume=")), "")
+    resumed = _resumed(words)
     if not isinstance(error, MissingConfigException) or not resumed:
         return ""
     options = [word.lstrip("+").replace("=", "/", 1) for word in _overrides_of(resumed) or ()]
@@ -579,22 +599,25 @@ def typed_elsewhere(error: Exception, words: Sequence[str]) -> str:
 
 def with_resumed_sweep(arguments: list[str]) -> list[str]:
     """Add to `-m hydra.sweep.dir=<sweep>` the overrides that are saved there, so that it resumes the sweep."""
-    if not {"-m", SWEEP} & set(arguments):
+    if not SWEEPS & set(arguments):
         return arguments
     keys = ("hydra.launcher.resume", "hydra.sweep.dir")
     folders = [value_of(word) for word in arguments if key_of(word) in keys and "=" in word]
     saved = Path(folders[0]) / "multirun.yaml" if folders else None
     of_jobs = [word for word in arguments if "=" in word or word.startswith("~")]
     typed = {key_of(word) for word in of_jobs if not key_of(word).startswith(("hydra", "-"))}
-    if saved is None or not saved.is_file():
+    multirun: Any = _parsed(saved.read_bytes(), str(saved), dict) if saved is not None and saved.is_file() else None
+    if saved is None or not multirun:
         of_sweep = ("hydra.sweeper", "hydra/sweeper", "--config-name", "-cn", "~")
         is_whole = typed or any(word.lstrip("+").startswith(of_sweep) for word in arguments)
         if saved is not None and not is_whole and (saved.parent / "sweep.json").is_file():
             raise ConfigError(f"{saved.parent} has a sweep, but no multirun.yaml: type the words of the sweep, too")
         return arguments
-    multirun: Any = OmegaConf.to_container(OmegaConf.load(saved))
-    of_hydra, of_task = (multirun["hydra"]["overrides"][part] for part in ("hydra", "task"))
-    arguments = with_sources(arguments, multirun["hydra"], f"{saved.parent}: the sweep")
+    hydra_cfg = multirun.get("hydra") or {}
+    of_hydra, of_task = ((hydra_cfg.get("overrides") or {}).get(part) for part in ("hydra", "task"))
+    if of_hydra is None or of_task is None:
+        raise ConfigError(f"{saved} is damaged (it holds no words): remove it, and type the words of the sweep, too")
+    arguments = with_sources(arguments, hydra_cfg, f"{saved.parent}: the sweep")
     given = [word for word in arguments if key_of(word) not in keys]
     if typed and (lacking := [word for word in of_task if key_of(word) not in typed]):
         what = f"{saved.parent}: the sweep was typed with {' '.join(lacking)}, and these jobs are not"
@@ -608,7 +631,7 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
 
 
 def with_run_dir_before(arguments: list[str]) -> list[str]:
-    run_dir = None if {"-m", SWEEP} & set(arguments) else torchrun.remembered()
+    run_dir = None if SWEEPS & set(arguments) else torchrun.remembered()
     if run_dir is None:
         return arguments
     quoted = text.quoted(str(run_dir))

@@ -29,6 +29,7 @@ Probes = Mapping[str, Mapping[str, Any]]
 def check_requirements(texts: Iterable[Any]) -> list[str]:
     from packaging.requirements import InvalidRequirement, Requirement
 
+    texts = [texts] if isinstance(texts, str) else texts
     for text in texts:
         try:
             Requirement(str(text))

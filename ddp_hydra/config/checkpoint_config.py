@@ -7,12 +7,14 @@ removed, and have to be given again; interpolations such as ${oc.env:NAME} stay.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, ListConfig, OmegaConf
+from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -20,7 +22,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from ddp_hydra.config import redact, references
+from ddp_hydra.config import hydra_compat, redact, references
 from ddp_hydra.config.schema import TOP, base, missing_key, number_types, why_unresolved
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
@@ -30,6 +32,8 @@ _OF_THE_JOB = re.compile(r"\$\{(?!oc\.)[\w.]+:|\$\{oc\.select:hydra,|\bcluster\b
 
 `references.with_values_of_hydra` has written hydra's as oc.select's.
 """
+_INNER = re.compile(r"\$\{[^{}]*\}")
+_KEY = re.compile(r"\$\{\s*(?:\w+:\s*)?([\w.]+)\s*\}")
 _OF_THE_COMMAND = {"cluster", "dispatch", "results", "resume", "detach", "faults", "dry_run", "tags"}
 """Keys that a command may change without changing what is trained."""
 _LENGTHS = {"trainer.pause_after_validations", "trainer.time_limit_s"}
@@ -55,12 +59,28 @@ def _kept(raw: Any, parent: Any, key: Any) -> Any:
         return {str(name): _kept(value, parent[key], name) for name, value in raw.items()}
     if isinstance(raw, list):
         return [_kept(value, parent[key], number) for number, value in enumerate(raw)]
-    if not isinstance(raw, str) or "${" not in raw or not _OF_THE_JOB.search(raw):
+    if not isinstance(raw, str) or "${" not in raw:
+        return str(raw) if isinstance(raw, Path) else raw  # of a structured config; torch.load reads plain values
+    raw = references.with_secret_variables(raw)
+    if not _OF_THE_JOB.search(raw):
         return raw
+    of_job = list(filter(_OF_THE_JOB.search, _INNER.findall(raw)))
+    if any((found := _KEY.fullmatch(one)) and redact.named_secret(found[1]) for one in of_job):  # ${cluster.password}
+        return redact.HIDDEN
     with suppress(OmegaConfBaseException):  # of a key that a job needs, the job has said so
-        value = parent[key]
-        return OmegaConf.to_container(value, resolve=True, enum_to_str=True) if OmegaConf.is_config(value) else value
+        if not of_job or "oc.env:" not in raw:
+            return _value(parent, key)
+        copied = copy.deepcopy(parent)
+        for one in of_job:  # the rest of the text may be a secret
+            with read_write(copied), open_dict(copied):
+                copied[key] = one
+            raw = raw.replace(one, str(_value(copied, key)))
     return raw
+
+
+def _value(node: Any, key: Any) -> Any:
+    value = node[key]
+    return OmegaConf.to_container(value, resolve=True, enum_to_str=True) if OmegaConf.is_config(value) else value
 
 
 def composed(
@@ -84,7 +104,7 @@ def composed(
         if not secret.startswith(tuple(f"{key}." for key in without)):
             raise ConfigError(f"{secret} looks like a secret, so no checkpoint keeps it: give {secret}=<value>")
     try:
-        resolved = OmegaConf.create(_resolved(cfg, without))
+        resolved = hydra_compat.config_of(_resolved(cfg, without))
     except OmegaConfBaseException as error:
         key, is_missing = missing_key(error), isinstance(error, InterpolationToMissingValueError)
         reason = "it has no value" if is_missing else why_unresolved(error)

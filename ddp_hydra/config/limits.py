@@ -18,6 +18,7 @@ AtLeast0 = Annotated[int, Meta(ge=0, description="0 or more")]
 Number = Annotated[float, Meta(description="a number")]
 PositiveSeconds = Annotated[float, Meta(gt=0, description="seconds, more than 0")]
 NonNegativeSeconds = Annotated[float, Meta(ge=0, description="seconds, 0 or more")]
+Switch = Annotated[bool, Meta(description="true or false")]
 RanksPerWorker = Annotated[AtLeast1 | Literal["auto"], Meta(description="a whole number of at least 1, or auto")]
 
 
@@ -25,15 +26,26 @@ def limits_of(kind: Any) -> dict[str, Any]:
     return {name: found for name, found in get_type_hints(kind, include_extras=True).items() if described(found)}
 
 
-def check_limits(prefix: str, values: Mapping[str, Any], limits: Mapping[str, Any], null: str = "null") -> None:
-    """Refuse values that their types do not allow: "trainer.epochs=0: give a whole number of at least 1, or null"."""
+def check_limits(
+    prefix: str, values: Mapping[str, Any], limits: Mapping[str, Any], null: str = "null", strict: bool = True
+) -> dict[str, Any]:
+    """Refuse values that their types do not allow: "trainer.epochs=0: give a whole number of at least 1, or null".
+
+    Args:
+        strict: refuse texts that read as numbers or as true and false, as variables of the environment are.
+
+    Returns:
+        The values, with their types.
+    """
+    found = {}
     for key in filter(values.__contains__, limits):
         try:
-            msgspec.convert(value := values[key], limits[key])
+            found[key] = msgspec.convert(value := values[key], limits[key], strict=strict)
         except msgspec.ValidationError:
             shown = f"{value:.12g}" if type(value) is float else value if prefix else repr(value)
             shown = json.dumps(value) if value is None or isinstance(value, bool) else shown
             raise ConfigError(f"{prefix}{key}={shown}: give {described(limits[key], null)}") from None
+    return found
 
 
 def check_gang(prefix: str, ranks: int | None, least: int | None, ports: Sequence[int] | None) -> None:

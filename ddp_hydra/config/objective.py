@@ -94,10 +94,10 @@ def is_unknown(metric: str, metrics: Mapping[str, float]) -> bool:
 
 
 def unknown(metric: str, metrics: Mapping[str, float], saved: bool = True) -> ConfigError:
-    known = sorted(name for name in metrics if name.startswith(("train/", "val/")))
-    nearest = max(known, key=lambda name: difflib.SequenceMatcher(None, metric, name).ratio())
+    known = sorted(name for name in metrics if name.startswith(("train/", "val/"))) or sorted(metrics)
+    nearest = max(known, key=lambda name: difflib.SequenceMatcher(None, metric, name).ratio(), default="train/loss")
     give = (
         f"{'The run is saved: go on with resume=<its run directory>' if saved else 'Give'} objective.metric={nearest}"
     )
     none = "this run has none" if is_of_run(metric) else "no callback has logged it for this validation"
-    return ConfigError(f"objective.metric={metric}: {none}; there are {', '.join(known)}. {give}")
+    return ConfigError(f"objective.metric={metric}: {none}; there are {', '.join(known) or 'none'}. {give}")

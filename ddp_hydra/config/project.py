@@ -162,12 +162,17 @@ def _hash(contents: dict[str, bytes]) -> str:
 
 
 def _files(root: Path) -> list[Path]:
-    return [
-        path
-        for name in FOLDERS
-        for path in (root / name).rglob("*")
-        if path.suffix in SUFFIXES and path.is_file() and "__pycache__" not in path.parts
-    ]
+    found: list[Path] = []
+    folders = [root / name for name in FOLDERS]
+    for folder in folders:  # it grows
+        for path in folder.rglob("*"):
+            if path.suffix in SUFFIXES and path.is_file() and "__pycache__" not in path.parts:
+                found.append(path)
+            # A link may lead to code, or to a data set, which does not travel.
+            elif path.is_symlink() and path.is_dir() and next(path.glob("*.py"), None):
+                inside = [one.resolve() for one in (root, *folders)]
+                folders += [] if path.resolve() in inside else [path]
+    return found
 
 
 def make_importable(roots: Sequence[Path]) -> Callable[[], None]:

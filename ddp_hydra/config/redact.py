@@ -27,13 +27,15 @@ OF_ACCESS = {
     "refresh", "rsa", "security", "session", "sign", "signing", "ssh", "storage", "wallet", "webhook",
 }  # fmt: skip
 """Words next to which "key" and "token" are no size of a model: numbers of such a name are secret, too."""
+_JOINED = re.compile(rf"({'|'.join(sorted({*OF_ACCESS, 'auth', 'secret'}))})(key|secret|token)(?=s?([^a-z]|$))")
+"""Matches two words that are written as one: "secretkey", "accesstoken"."""
 ONE_TIME = {"otp", "passcode"}
 """Words that are secret as the last one; "otp_ratio" is a number of something else."""
 HARMLESS = {
     "bos", "caption", "class", "cls", "column", "eos", "group", "image", "index", "input", "label", "mask", "output",
     "pad", "primary", "sep", "sort", "special", "start", "stop", "target", "text", "unk",
 }  # fmt: skip
-"""Words next to which "key" and "token" belong to a column or a vocabulary."""
+"""Words next to which "key" and "token" belong to a column or a vocabulary, without a word of `OF_ACCESS`."""
 SHORT = {"pass", "pin"}
 """Words that are secret as the last one, directly behind one of `ACCOUNT`; else a filter, or a pass over data."""
 ACCOUNT = {
@@ -51,13 +53,13 @@ OF_FILE_KEY = {"ca", "client", "comm", "dask", "distributed", "private", "schedu
 HIDDEN = "***"
 _PEM = re.compile("-----BEGIN [A-Z ]*PRIVATE KEY")
 """Matches a private key itself, whatever the name of the setting."""
-_WHOLE = r""""[^"]*"|'[^']*'|\{(?:[^{}]|\{[^{}]*\})*\}|\[(?:[^][]|\[[^][]*\])*\]"""
-"""Matches a quoted text, a dict or a list, which may hold commas and spaces."""
-_WORD = re.compile(rf"([\w./]+)=({_WHOLE}|[^,\s]+(?: +\d+(?![^,\s]))*)")
+_WHOLE = r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\$?\{(?:[^{}]|\{[^{}]*\})*\}|\[(?:[^][]|\[[^][]*\])*\]"""
+"""Matches a quoted text, a dict, a list or an interpolation, which may hold commas and spaces."""
+_WORD = re.compile(rf"([\w./]+)=({_WHOLE}|(?:\\.|[^,\s])+(?: +\d+(?![^,\s]))*)")
 """Matches an override inside a text, such as hydra.job.override_dirname."""
 _FIELD = re.compile(r"""(?<=[=;'"])([\w./]+)=([^,;\s]+)""")
 """Matches a field of a connection string, which is itself a value."""
-_ENTRY = re.compile(rf"""((?<!\$)[{{,]\s*["']?)([\w.-]+)(["']?\s*:\s*)({_WHOLE}|[^,}}\]]+)""")
+_ENTRY = re.compile(rf"""((?<!\$)[{{,]\s*["']?)([\w.-]+)(["']?\s*:\s*)({_WHOLE}|(?:\\.|[^,}}\]])+)""")
 """Matches a key and its value in a dict, as Hydra and JSON write it; not a resolver, as in "${secret:name}"."""
 
 _NUMBER = re.compile(r"[+-]?(?!0\d)(\d+\.?\d*|\.\d+)(e[+-]?\d\d?)?", re.IGNORECASE)
@@ -78,6 +80,8 @@ _SUSPECT = re.compile("|".join([*sorted(SECRET | SECRET_AT_THE_END | ONE_TIME | 
 """A quick test: matches in every line that may hold a secret, and in some that do not."""
 _NOTHING: tuple[object, ...] = ("", "null", [], "[]", "value")
 """Values that are never secret; the last one stands in the text of --help, which is in each config."""
+_DEFAULT = re.compile(r"""\boc\.(env|select):[^,{}]*,(?!\s*(null\b|\$\{|["'\\]*\s*(\}|$)))""")
+"""Matches an interpolation up to its default, which is a text: "${oc.env:NAME,text}"."""
 _NO_SECRETS = ("", "null", "~", "true", "false", "???", '""', "''", "{", "[")
 
 _LOGIN = re.compile(r"(https?://)[^/@\s]*@|(://)[^/@\s:]*:[^/@\s]*@")
@@ -93,7 +97,7 @@ def is_secret(name: str, value: object, is_typed: bool = False) -> bool:
     kind = _kind_of(name)
     if not kind or value is None or isinstance(value, bool) or value in _NOTHING:
         return False
-    is_elsewhere = isinstance(value, str) and value.strip("'\"").startswith("${")
+    is_elsewhere = isinstance(value, str) and value.strip("'\"").startswith("${") and not _DEFAULT.search(value)
     return not is_elsewhere and not (kind == "key" and _is_count(value, is_typed))
 
 
@@ -119,19 +123,21 @@ def named_secret(name: str) -> bool:
 def _kind_of(name: str) -> Literal["", "key", "secret"]:
     """Return "key" for a name that only ends like that of a secret: a short number of it is none."""
     plain = re.sub("([a-z])([A-Z])", r"\1_\2", re.split("[./]", name)[-1]).lower()
-    words = [word for word in re.split("[^a-z]+", plain) if word]
+    words = [word for word in re.split("[^a-z]+", _JOINED.sub(r"_\1_\2", plain)) if word]
     if words[-1:] and words[-1] in PLACE:
         return ""
     if words[-1:] == ["key"] and not FILE_KEY.isdisjoint(words) and set(words[:-1]) <= FILE_KEY | OF_FILE_KEY:
         return ""
-    if not SECRET.isdisjoint(words) or "apikey" in plain or "password" in plain:
+    if not SECRET.isdisjoint(word.removesuffix("s") for word in words) or "password" in plain:
         return "secret"
     if words[-1:] and (words[-1] in ONE_TIME or (words[-1] in SHORT and not ACCOUNT.isdisjoint(words[-2:-1]))):
         return "secret"
     end = words[-2:-1] if words[-1:] == ["id"] else words[-1:]
-    if SECRET_AT_THE_END.isdisjoint(end) or not HARMLESS.isdisjoint(words):
-        return ""
-    return "key" if OF_ACCESS.isdisjoint(words) else "secret"
+    is_of_access = not OF_ACCESS.isdisjoint(words)
+    if not SECRET_AT_THE_END.isdisjoint(end):
+        return "secret" if is_of_access else "key" if HARMLESS.isdisjoint(words) else ""
+    are_several = not SECRET_AT_THE_END.isdisjoint(word.removesuffix("s") for word in end)
+    return "key" if are_several and is_of_access and "client" not in words else ""
 
 
 def holds_secret(value: object) -> bool:
@@ -150,6 +156,10 @@ def bare(text: str) -> str:
 def yaml_text(config: Any) -> str:
     """Return a config as OmegaConf writes it, without its secrets. Interpolations stay."""
     content = without(OmegaConf.to_container(config, enum_to_str=True) if OmegaConf.is_config(config) else config)
+    hydra = found if isinstance(content, dict) and isinstance(found := content.get("hydra"), dict) else {}
+    words, job = (hydra.get("overrides") or {}).get("task"), hydra.get("job") or {}
+    if str(words).count(HIDDEN) > str(job.get("override_dirname")).count(HIDDEN):  # it may have other separators
+        job["override_dirname"] = HIDDEN
     return str(yaml.dump(content, Dumper=_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False))
 
 

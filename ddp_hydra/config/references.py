@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -30,6 +31,7 @@ _OF_HYDRA = re.compile(r"(?<!\\)\$\{\s*hydra:\s*(['\"]?)")
 """Matches the begin of an interpolation with Hydra's resolver, up to the name of the key."""
 _KEY_OF_HYDRA = re.compile(r"(?<!\\)\$\{\s*hydra:\s*([\w.]+)\s*\}")
 """Matches a whole one, whose key has no interpolation."""
+_OF_ENV_SET = re.compile(r"(?<!\\)\$\{\s*hydra:\s*job\.env_set\.(\w+)\s*\}")
 
 
 def _of_set(key: str, *, _parent_: Any) -> Any:
@@ -110,7 +112,7 @@ def with_values_of_hydra(cfg: DictConfig, whole: DictConfig) -> DictConfig:
     """
     copied, written = copy.deepcopy(cfg), OmegaConf.to_container(whole)
     for path in _of_hydra(raw := OmegaConf.to_container(cfg)):
-        parent, text = _node(copied, path[:-1]), _node(raw, path)
+        parent, text = _node(copied, path[:-1]), with_secret_variables(_node(raw, path))
         others = _KEY_OF_HYDRA.sub("", text)
         try:
             if "${" in others and not _OF_HYDRA.search(others):
@@ -122,6 +124,16 @@ def with_values_of_hydra(cfg: DictConfig, whole: DictConfig) -> DictConfig:
         with read_write(parent), open_dict(parent):
             parent[path[-1]] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     return copied
+
+
+def with_secret_variables(text: str) -> str:
+    """Return a text with `${oc.env:NAME}` for a variable that Hydra has set and that may be a secret."""
+
+    def named(found: re.Match[str]) -> str:
+        is_secret = found[1] in os.environ and redact.named_secret(found[1])
+        return f"${{oc.env:{found[1]}}}" if is_secret else found[0]
+
+    return _OF_ENV_SET.sub(named, text)
 
 
 def _literal(value: object) -> str:

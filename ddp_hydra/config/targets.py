@@ -26,6 +26,7 @@ from omegaconf import DictConfig, open_dict
 from ddp_hydra.config import redact
 from ddp_hydra.config.hydra_compat import instantiate
 from ddp_hydra.config.project import PACKAGES
+from ddp_hydra.config.schema import TOP
 from ddp_hydra.console import text
 from ddp_hydra.console.text import expanded
 from ddp_hydra.errors import ConfigError, DdpHydraError
@@ -34,7 +35,9 @@ from ddp_hydra.errors import ConfigError, DdpHydraError
 def check(config: dict[str, Any], roots: Sequence[Path], installed_here: bool) -> None:
     sources = Sources(roots, installed_here)
     for key, target in redact.values_of(config):
-        if key.rpartition(".")[2] == "_target_" and isinstance(target, str):
+        # A node of the user's own is built where a part of the job refers to it, and then stands there, too.
+        is_built = key.rpartition(".")[2] == "_target_" and key.partition(".")[0] in TOP
+        if is_built and isinstance(target, str):
             try:
                 sources.check_target(target, installed_here and not key.startswith("cluster."))
             except ConfigError as error:

@@ -85,8 +85,8 @@ def check(cfg: DictConfig) -> None:
     for _, said in _inner_mistakes(raw):  # keys at the top were judged with Hydra's part, which may read them
         raise ConfigError(said)
     _check_data(raw)
-    nodes = [("metrics", key, value) for key, value in (raw.get("metrics") or {}).items()]
-    nodes += [("callbacks", key, value) for key, value in (raw.get("callbacks") or {}).items() if value is not None]
+    groups = ("metrics", "callbacks")
+    nodes = [(name, key, one) for name in groups for key, one in (raw.get(name) or {}).items() if one is not None]
     sets = ((key, raw["data"].get(key)) for key in ("train", "val"))
     nodes += [("data", key, value) for key, value in sets if isinstance(value, str | dict) and value]
     for group, key, value in nodes:
@@ -99,7 +99,8 @@ def check(cfg: DictConfig) -> None:
         if not isinstance(node, Mapping | DictConfig) or "_target_" not in node:
             class_name = value if isinstance(value, str) and "${" not in value else "<module>.<class>"
             given = f"{'' if group == 'data' else '+'}{group}.{key}._target_={class_name}"
-            raise ConfigError(f"{group}.{key}={value}: a _target_ is missing: give {given}")
+            shown = redact.without([f"{group}.{key}={value}"])[0]
+            raise ConfigError(f"{shown}: a _target_ is missing: give {given}")
 
 
 def check_new(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
@@ -342,8 +343,9 @@ def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any
         if not isinstance(usual, bool | int | float) or "${" in word:
             continue
         value = OmegaConf.select(cfg, key, throw_on_missing=False)
-        # A model may take a list in the place of a number; torch's optimizers and schedulers don't.
-        if isinstance(value, str) or (isinstance(value, ListConfig) and group in ("optimizer", "scheduler")):
+        # A model may take a list or a text in the place of a number, padding=same; torch's optimizers don't.
+        is_text = isinstance(value, str) and (group != "model" or isinstance(usual, bool))
+        if is_text or (isinstance(value, ListConfig) and group in ("optimizer", "scheduler")):
             kind = "true or false" if isinstance(usual, bool) else "a number"
             raise ConfigError(f"{key}={value}: give {kind}; {group}={choices[group]} has {str(usual).lower()}")
 

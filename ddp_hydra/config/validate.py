@@ -175,7 +175,7 @@ def logger_nodes(cfg: DictConfig) -> dict[str, dict[str, Any]]:
         else:
             hint = text.meant(entry, LOGGERS) if isinstance(entry, str) else ""
             allowed = text.after(hint, f"give {', '.join(LOGGERS)} or a _target_")
-            raise ConfigError(f"results.loggers has {entry!r}{allowed}")
+            raise ConfigError(f"results.loggers has {redact.without([entry])[0]!r}{allowed}")
         if name in found:
             raise ConfigError(f"results.loggers names {name} more than once: leave one out")
         if name in LOGGERS and node.get("checkpoints") not in (None, "best", "all"):

@@ -180,7 +180,7 @@ def imported(package: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def find_folder(path: str, revision: str | None = None, with_code: bool = False, with_weights: bool = True) -> Path:

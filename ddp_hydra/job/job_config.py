@@ -81,9 +81,14 @@ def is_path(key: str) -> bool:
 
 
 def whole_path(key: str, value: Any, folder: Path) -> Any:
-    """Return a value with the folder that it is relative to, if there are such files; another value as it is."""
-    is_name = key.endswith(".bucket") and "/" not in str(value)
-    if not isinstance(value, str) or value in FORMATS or is_name or re.search(r"\$\{|://", value):
+    """Return a value with the folder that it is relative to, if there are such files; another value as it is.
+
+    A word is the name of a bucket, and no folder of an index, a source or a table, which are files.
+    """
+    if not isinstance(value, str) or value in ("", *FORMATS) or re.search(r"\$\{|://", value):
+        return value
+    is_file = key.endswith(("index", "source", "table"))
+    if "/" not in value and (key.endswith(".bucket") or (is_file and (folder / value).is_dir())):
         return value
     path = str(folder / expanded(value))
     pattern = re.sub(r"\{[^}]*\}", "*", path)  # of webdataset: {000..127}

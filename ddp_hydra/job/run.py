@@ -354,11 +354,12 @@ class Job:
         from ddp_hydra.dispatch.call import Call
 
         config, settings = copy.deepcopy(self.config), dict(self.saving)
+        if number == self.first_attempt:  # before it, the job may have waited for workers
+            self.begun = time.monotonic()
+            check_faults(self.cfg, self.cfg.faults, self.cfg.dispatch.ranks or world_size)
         if config["trainer"]["time_limit_s"] is not None:
             config["trainer"]["time_limit_s"] = max(0.0, config["trainer"]["time_limit_s"] - self.elapsed_s())
         self.first_world_size = self.first_world_size or world_size
-        if number == self.first_attempt:
-            check_faults(self.cfg, self.cfg.faults, self.cfg.dispatch.ranks or world_size)
         files = self.files
         if number != self.first_attempt or world_size != self.first_world_size:
             settings["first_ranks"] = self.first_world_size

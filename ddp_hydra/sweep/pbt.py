@@ -72,7 +72,8 @@ class Interval:
 
     def _text(self, number: float) -> str:
         number = min(max(number, self.low), self.high)
-        return str(round(number)) if self.is_int else f"{number:.{DIGITS}g}"
+        text = str(round(number)) if self.is_int else f"{number:.{DIGITS}g}"
+        return text if self.low <= float(text) <= self.high else repr(number)
 
 
 @dataclass(frozen=True)

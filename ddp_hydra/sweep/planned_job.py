@@ -20,6 +20,7 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus, run_job
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
+from yaml import YAMLError
 
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connect import is_inline
@@ -27,6 +28,7 @@ from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.config import project, redact, unknown_keys
 from ddp_hydra.config.hydra_compat import (
     ENV_SET,
+    config_of,
     hydra_config_of,
     reads_variable,
     sets_variables,
@@ -167,7 +169,7 @@ def need_of(config: DictConfig) -> Need:
         return Need()
     ranks, each = config.dispatch.ranks, config.dispatch.ranks_per_worker
     workers = ranks and -(-ranks // (each if isinstance(each, int) else 1))
-    return Need(OmegaConf.to_yaml(config.cluster, resolve=True, sort_keys=True), workers)
+    return Need(_yaml(OmegaConf.to_container(config.cluster, resolve=True, enum_to_str=True)), workers)
 
 
 def in_order(overrides: Sequence[str]) -> list[str]:
@@ -192,13 +194,12 @@ def is_paused(row: JobRow) -> bool:
 
 def take_over_folder(planned: PlannedJob) -> None:
     """Resume a job that an earlier run of the sweep had started when it was killed, and had not noted yet."""
-    saved = planned.folder / ".hydra" / "overrides.yaml"
-    if not saved.is_file():
+    saved, hydra_cfg = (_saved(planned.folder / ".hydra" / f"{name}.yaml") for name in ("overrides", "hydra"))
+    if not isinstance(saved, list):
         return
-    overrides = redact.without(OmegaConf.to_container(OmegaConf.load(saved)))  # other apps save theirs as typed
+    overrides = redact.without(saved)  # other apps save theirs as typed
     own = [word for word in planned.row.overrides if not sets_variables(word)]
-    with contextlib.suppress(OSError):  # without it, only the overrides tell
-        hydra_cfg: Any = OmegaConf.to_container(OmegaConf.load(saved.with_name("hydra.yaml")))
+    if isinstance(hydra_cfg, dict) and "hydra" in hydra_cfg:  # without it, only the overrides tell
         overrides += variables_read(hydra_cfg["hydra"], planned.config)
         now: Any = OmegaConf.to_container(planned.config.get("hydra") or OmegaConf.create({}))
         own += variables_read(now, planned.config)  # a row lacks them if only an experiment sets variables
@@ -208,6 +209,13 @@ def take_over_folder(planned: PlannedJob) -> None:
             "give another hydra.sweep.dir"
         )
     resume(planned, 0.0)
+
+
+def _saved(path: Path) -> Any:
+    """Return what a YAML file holds; None if there is none, or its writer was killed."""
+    with contextlib.suppress(OSError, YAMLError, ValueError):
+        return OmegaConf.to_container(OmegaConf.load(path))
+    return None
 
 
 def resume(planned: PlannedJob, spent_s: float) -> None:
@@ -237,7 +245,11 @@ def own_need(ranks: int | None, config: Any) -> Need:
             "preload": "ddp_hydra.rank.dask_preload",
             **settings,
         }
-    return Need(OmegaConf.to_yaml(OmegaConf.create(settings), sort_keys=True), ranks)
+    return Need(_yaml(settings), ranks)
+
+
+def _yaml(values: Any) -> str:
+    return OmegaConf.to_yaml(config_of(values), sort_keys=True)
 
 
 PRELOAD = (

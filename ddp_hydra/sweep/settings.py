@@ -128,7 +128,7 @@ def stop_policy(given: Any, objective: SweepObjective, config: DictConfig, ranks
         config: of the sweep, without the swept overrides.
         ranks: of the tasks of another app.
     """
-    if given is None or config.get("dry_run"):
+    if given is None or (is_ours(config) and config.get("dry_run")):
         return None
     options: dict[str, Any] = {"rule": given} if isinstance(given, str) else _options(given)
     check_objective(objective, config, ranks)
@@ -184,7 +184,7 @@ def _make(name: str, kind: Callable[..., Any], options: Mapping[str, Any], maxim
 
 def _pruner(options: Mapping[str, Any], maximize: bool) -> OptunaRule:
     try:
-        pruner = instantiate(OmegaConf.create(dict(options)))
+        pruner = instantiate(dict(options))
     except (HydraException, ImportError, TypeError, ValueError) as error:
         hint = "" if is_installed("optuna") else " (pip install 'ddp-hydra[optuna]')"
         reason = " ".join(str(error).split())

@@ -74,7 +74,7 @@ class Sweep:
         self.scheduler = JobScheduler(self.queue, settings.max_jobs, start_cluster)
         self.running = self.scheduler.running
         self.objective = objective_of(config, settings.direction)
-        mirror = str((config.get("results") or {}).get("mirror") or "")
+        mirror = str(config.results.get("mirror") or "") if planned_job.is_ours(config) else ""
         self.pruning = Pruning(folder, settings.keep, self.objective, mirror)
         make_policy = partial(stop_policy, settings.stop, self.objective, config, settings.ranks)
         self.stopping = JobStopper(make_policy, self.queue, self.running, self.objective)

@@ -214,7 +214,7 @@ def mix(cfg: DictConfig, data: Any) -> Any:
 
 
 def eval_metrics(cfg: DictConfig, data: Any, device: torch.device, world: World) -> EvalMetrics:
-    nodes = cfg.metrics or {}
+    nodes = {name: node for name, node in (cfg.metrics or {}).items() if node is not None}
     of_torchmetrics = [name for name, node in nodes.items() if node["_target_"].startswith("torchmetrics.")]
     if of_torchmetrics and importlib.util.find_spec("torchmetrics") is None:
         raise ConfigError(

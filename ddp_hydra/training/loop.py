@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.config import objective, rank_batch
+from ddp_hydra.config.hydra_compat import config_of
 from ddp_hydra.config.validate import expected_ranks
 from ddp_hydra.console.text import counted, size_text
 from ddp_hydra.data.batch import described
@@ -59,7 +60,7 @@ def train(
         first_save: step -> metrics of the run that is resumed, for a run directory without a checkpoint: where no step
             is left, one is saved. None: the run directory has one.
     """
-    cfg = OmegaConf.create({name: part for name, part in config.items() if name not in OF_THE_CLIENT})
+    cfg = config_of({name: part for name, part in config.items() if name not in OF_THE_CLIENT})
     fault, stop_signal = fault_injection.activate(cfg.faults), StopSignal(cfg.trainer.time_limit_s)
     heartbeat.at("start", 0)
     paths = {name: Path(path) for name, path in (files or {}).items()}
@@ -269,7 +270,7 @@ def summarise(run: TrainingRun) -> dict[str, Any]:
 
 
 def dry_run(config: Mapping[str, Any]) -> None:
-    cfg = OmegaConf.create(dict(config))
+    cfg = config_of(config)
     with opened(cfg, "train") as train_set, opened(cfg, "val", like=train_set) as val_set:
         results.emit(Start(first_step(cfg, train_set, val_set)))
 

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from ddp_hydra import results
+from ddp_hydra.config.hydra_compat import config_of
 from ddp_hydra.config.redact import HIDDEN
 from ddp_hydra.config.targets import init_parameters
 from ddp_hydra.data import draws
@@ -45,7 +46,7 @@ def fitting(
     """
     if not saved:
         return None
-    whole: Any = OmegaConf.to_container(cfg)
+    whole: Any = OmegaConf.to_container(cfg, resolve=True)
     now = {key: whole.get(key) for key in _NODES}
     former = _former(before, now)
     if former == now:
@@ -59,9 +60,9 @@ def fitting(
     trained = {name for name, one in loss.named_parameters(remove_duplicate=False) if one.requires_grad}
     is_checked = False
     try:
-        check(OmegaConf.create({key: former[key] for key in _NODES if former[key] != now[key]}))
+        check(config_of({key: former[key] for key in _NODES if former[key] != now[key]}))
         is_checked = True
-        then, fresh = (_built(one, source, data) for one in (OmegaConf.create({**whole, **former}), cfg))
+        then, fresh = (_built(one, source, data) for one in (config_of({**whole, **former}), cfg))
     except Exception as error:  # of a class that takes other arguments now
         if rank == 0:
             # A class has got the secrets of this run, and its error may name them.

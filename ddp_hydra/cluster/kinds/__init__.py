@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 from ddp_hydra.config.hydra_compat import instantiate
+from ddp_hydra.config.limits import NonNegativeSeconds, Switch, check_limits
 from ddp_hydra.config.targets import is_installed
 from ddp_hydra.errors import ClusterError
 
@@ -29,6 +30,12 @@ EXTRAS = {
     "ray": "ray",
 }
 """Package -> the extra of ddp-hydra that installs it."""
+_LIMITS = {
+    "wait_timeout_s": NonNegativeSeconds,
+    "client_timeout_s": NonNegativeSeconds,
+    "keep": Switch,
+    "trust_network": Switch,
+}
 _PLAIN = (str, int, float, bool, bytes, list, dict, type(None))
 
 
@@ -41,6 +48,7 @@ class Manager:
 
     Raises:
         ClusterError: a mandatory key has no value.
+        ConfigError: a value is not allowed.
     """
 
     required_packages: ClassVar[tuple[str, ...]] = ()
@@ -57,11 +65,12 @@ class Manager:
         except MissingMandatoryValue as error:
             key = f"cluster.{str(error.full_key).removeprefix('cluster.')}"
             raise ClusterError(f"{key} is missing: give {key}=...") from None
+        given |= check_limits("cluster.", given, _LIMITS, strict=False)
         self.target = str(given.pop("_target_", "?"))
         self.n_workers: int | None = given.pop("n_workers", None)
-        self.wait_timeout_s = float(given.pop("wait_timeout_s", 60.0))
-        self.client_timeout_s = float(given.pop("client_timeout_s", 60.0))
-        self.keep = bool(given.pop("keep", False))
+        self.wait_timeout_s: float = given.pop("wait_timeout_s", 60.0)
+        self.client_timeout_s: float = given.pop("client_timeout_s", 60.0)
+        self.keep: bool = given.pop("keep", False)
         given.pop("pip", None)  # the workers are checked for it
         self.arguments: dict[str, Any] = given
 

@@ -26,10 +26,11 @@ from typing import Any
 import msgspec
 from distributed.scheduler import KilledWorker
 from msgspec import to_builtins
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler, diagnose, load
+from ddp_hydra.config.hydra_compat import config_of
 from ddp_hydra.errors import ClusterError, DdpHydraError, SchedulerLost
 from ddp_hydra.job.remote.start_driver import DriverSpec, EventChannel, liveness_watched, stop_topic, submit_guard
 from ddp_hydra.job.remote.status import HEARTBEAT_S, LOST, STOP, DriverStatus, FencedStore
@@ -197,7 +198,7 @@ class RemoteJobRunner:
     def config(self) -> DictConfig:
         config = self.spec.config
         results = {**config["results"], "handler": "client", "root": None, "mirror": None}
-        return OmegaConf.create({**config, "results": results, "detach": False, "resume": self.resume_from() or None})
+        return config_of({**config, "results": results, "detach": False, "resume": self.resume_from() or None})
 
     def resume_from(self) -> str:
         given = self.spec.resume

@@ -94,7 +94,8 @@ def test_a_job_has_the_values_of_hydras_part_of_its_own_config(project, monkeypa
         assert run.dir == project / "of" / run.dir.name
         assert (places.both, places.none) == (f"hunter2@{project}", None)
         assert "hunter2" not in str(OmegaConf.to_container(places))
-        assert stored_config(run._job.cfg)["places"]["both"] == places.both  # as the command's checkpoints have it
+        # As the command's checkpoints have it.
+        assert stored_config(run._job.cfg)["places"]["both"] == f"${{oc.env:TOKEN}}@{project}"
         with pytest.raises(InterpolationKeyError, match=r"no\.such"):
             _ = places.wrong
         assert "${hydra:runtime.output_dir}-copy" in (run.dir / ".hydra" / "config.yaml").read_text()
@@ -149,6 +150,7 @@ def test_a_hydra_app_runs_a_job_and_goes_on_as_before(project, monkeypatch):
     ("words", "said"),
     [
         ("seed=1", "must be a list of texts"),
+        (iter(["seed=1"]), "must be a list of texts"),
         (
             ["optimizer.lr=0.1,0.2"],
             r"optimizer\.lr=0\.1,0\.2: these are several values: type optimizer\.lr=\[0\.1,0\.2\] .* for a text; "
@@ -221,12 +223,19 @@ def test_one_cluster_is_kept_until_it_is_closed(project, monkeypatch):
     monkeypatch.setattr(cluster, "start", start)
     with pytest.raises(ConfigError, match="cluster=inline is not a cluster: leave connect out"):
         ddp_hydra.connect(["cluster=inline"])
-    with ddp_hydra.connect(["cluster.n_workers=3"]) as connection:
+    with pytest.raises(ConfigError, match=r"seed=1 is not of the cluster: give it to ddp_hydra\.run"):
+        ddp_hydra.connect(["cluster.n_workers=3", "seed=1"])
+    with ddp_hydra.connect(["cluster.n_workers=${workers}", "+workers=3"]) as connection:
         assert repr(connection) == "<Connection: 2 workers at tcp://127.0.0.1:1>"
         assert (connection.dashboard_link, cluster.has_existing(), ended) == ("http://127.0.0.1:2/status", True, [])
         assert cluster.expected_workers(OmegaConf.create({"n_workers": 2})) == 3  # of the cluster, not of a job
         with pytest.raises(ConfigError, match=r"there is a cluster already: close it with \.close\(\)"):
             ddp_hydra.connect()
+        jobs = []
+        monkeypatch.setattr("ddp_hydra.api.run_job", lambda cfg, *_, **__: jobs.append(cfg))
+        for name, words in (("a", []), ("b", ["cluster=inline"])):
+            ddp_hydra.run([f"hydra.run.dir={name}", *words])
+        assert (jobs[0].cluster.n_workers, cluster.is_inline(jobs[1].cluster)) == (3, True)
     assert (repr(connection), cluster.has_existing(), ended) == ("<Connection: closed>", False, [3])
     assert cluster.expected_workers(OmegaConf.create({"n_workers": 2})) == 2
     assert cluster.expected_workers(OmegaConf.create()) is None

@@ -6,6 +6,7 @@ import re
 import shlex
 
 import pytest
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
@@ -258,7 +259,7 @@ def test_a_resumed_run_has_its_main_config_and_its_folders_of_configs(run, tmp_p
     one = "hydra.mode=RUN"
     kept = ["experiment=digits", "optimizer.lr=0.1", "+model.extra=1"]
     assert typed.read_words(["-m", *again]) == [name, folder, "-m", *kept, search, *again]
-    assert typed.read_words([*again, "-cn", "config"]) == [folder, "-cn", "config", *kept, search, *again, one]
+    assert typed.read_words([*again, "-cn", "config"]) == [folder, "-cn=config", *kept, search, *again, one]
     here = ["--config-dir=here", "hydra.searchpath=[]"]
     assert typed.read_words([*again, *here]) == [name, here[0], *kept, *again, here[1], one]
     extra.rmdir()
@@ -567,6 +568,26 @@ def test_the_folder_of_a_sweep_alone_goes_on_with_it(sweep, key):
     ]  # fmt: skip
 
 
+def test_the_mode_of_hydra_makes_a_sweep_too(sweep):
+    found = typed.with_resumed_sweep(["hydra.mode=MULTIRUN", f"hydra.sweep.dir={sweep}"])
+    assert "data=tiny" in found
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", r"no multirun\.yaml: type the words of the sweep, too"),
+        ("hydra: {", r"multirun\.yaml is damaged \("),
+        ("hydra:\n  mode: x\n", r"multirun\.yaml is damaged \(it holds no words\)"),
+    ],
+)
+def test_the_words_of_a_sweep_that_were_cut_off_are_typed_again(sweep, content, said):
+    (sweep / "sweep.json").touch()
+    (sweep / "multirun.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        typed.with_resumed_sweep(["-m", f"hydra.sweep.dir={sweep}"])
+
+
 def test_what_is_given_with_the_folder_of_a_sweep_is_the_whole_sweep(sweep, capsys):
     found = typed.with_resumed_sweep(["-m", "optimizer.lr=1,2", f"hydra.launcher.resume={sweep}"])
     assert found == ["-m", "optimizer.lr=1,2", f"hydra.sweep.dir={sweep}"]
@@ -671,6 +692,21 @@ def test_keys_to_search_may_be_given_as_a_dict():
 def test_options_may_be_typed_amid_overrides():
     given = ["a=1", "-m", "~b", "--cfg", "job", "+c=2", "--config-dir=d=e"]
     assert typed.with_options_first(given) == ["-m", "--cfg", "job", "--config-dir=d=e", "a=1", "~b", "+c=2"]
+
+
+def test_the_value_of_an_option_is_no_override():
+    found = typed.read_words(["seed=1", "--config-dir", "a=b", "-cn", "c", "-m"])
+    assert found == ["--config-dir=a=b", "-cn=c", "-m", "seed=1"]
+    given, overrides = get_args_parser().parse_known_args(found)
+    assert (given.config_dir, given.config_name, given.overrides, overrides) == ("a=b", "c", ["seed=1"], [])
+
+
+def test_of_two_runs_to_resume_the_last_one_counts(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name / ".hydra").mkdir(parents=True)
+        (tmp_path / name / ".hydra" / "overrides.yaml").write_text(f"- tags=[{name}]\n")
+    words = [f"resume={tmp_path}/{name}" for name in ("a", "b")]
+    assert typed.with_resumed_overrides(words) == ["tags=[b]", *words]
 
 
 @pytest.mark.parametrize("words", [[], ["resume="], ["resume=/nowhere/at/all"], ["-m", "hydra.sweep.dir=/nowhere"]])

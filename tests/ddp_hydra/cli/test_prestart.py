@@ -84,3 +84,16 @@ def test_a_server_is_held_where_a_job_is_likely(monkeypatch):
 
     monkeypatch.setattr(fork_client, "hold", refuse)
     command.prestart([])  # the job says what is wrong
+
+
+@pytest.mark.medium
+def test_another_host_takes_the_cluster_of_a_run_and_of_configs_that_it_reaches(tmp_path, monkeypatch):
+    monkeypatch.setattr(project, "make_importable", lambda roots: None)
+    (tmp_path / "run" / ".hydra").mkdir(parents=True)
+    (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text("- cluster=torchrun\n- cluster.trust_network=true\n")
+    assert command.cluster_of(["resume=run", "seed=1"]).trust_network
+    (tmp_path / "own" / "cluster").mkdir(parents=True)
+    (tmp_path / "own" / "cluster" / "ours.yaml").write_text("_target_: a.Cluster\n")
+    assert command.cluster_of(["--config-dir", "own", "cluster=ours"])._target_ == "a.Cluster"
+    lacking = ["--config-dir=nowhere", "--config-name=mine", "resume=away", "cluster=torchrun", "cluster.n_workers=2"]
+    assert command.cluster_of(lacking).n_workers == 2

@@ -26,7 +26,7 @@ from ddp_hydra.cluster.kinds import Manager, services
 from ddp_hydra.cluster.kinds.local import LocalCuda
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.config.schema import register
-from ddp_hydra.errors import ClusterError
+from ddp_hydra.errors import ClusterError, ConfigError
 from ddp_hydra.rank import environment
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -226,6 +226,27 @@ def test_dask_cuda_takes_what_local_cuda_gives(gpus):
 class Anything:
     def __init__(self, n_workers=None, shutdown_on_close=None, options=None):
         self.given = {"n_workers": n_workers, "shutdown_on_close": shutdown_on_close, "options": options}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("wait_timeout_s", "soon", "cluster.wait_timeout_s=soon: give seconds, 0 or more"),
+        ("client_timeout_s", None, "cluster.client_timeout_s=null: give seconds, 0 or more"),
+        ("keep", "maybe", "cluster.keep=maybe: give true or false"),
+        ("trust_network", 3, "cluster.trust_network=3: give true or false"),
+    ],
+)
+def test_a_wrong_value_of_our_own_keys_is_refused(key, value, said):
+    with pytest.raises(ConfigError) as raised:
+        Manager(OmegaConf.create({"_target_": f"{__name__}.Anything", key: value}))
+    assert str(raised.value) == said
+
+
+def test_variables_of_the_environment_give_texts():
+    given = {"wait_timeout_s": "5", "keep": "false"}
+    manager = Manager(OmegaConf.create({"_target_": f"{__name__}.Anything", **given}))
+    assert (manager.wait_timeout_s, manager.keep) == (5.0, False)
 
 
 def test_a_class_gets_plain_python_values_and_what_its_signature_names():

@@ -167,6 +167,7 @@ def test_what_is_missing_is_said_by_worker_with_what_to_type():
 def test_what_is_no_requirement_is_refused_at_once():
     fine = ["timm>=1.0", "a[b]; python_version>'3'"]
     assert preflight.check_requirements(fine) == fine
+    assert preflight.check_requirements("timm") == ["timm"]
     with pytest.raises(ConfigError, match=r"cluster.pip names 'timm>>1'.*give \['timm>=1.0'\]"):
         preflight.check_requirements(["timm>>1"])
 

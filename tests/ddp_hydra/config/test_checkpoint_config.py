@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra.config import checkpoint_config
+from ddp_hydra.config import checkpoint_config, references
 from ddp_hydra.config.hydra_compat import IS_1_3
 from ddp_hydra.config.schema import Config
 from ddp_hydra.errors import ConfigError
@@ -119,17 +120,50 @@ def test_keys_of_the_data_set_follow_what_is_changed_later():
     assert again.data.train.transform.flip == again.data.again.transform.flip == 0.3
 
 
+def test_no_secret_is_kept_beside_what_only_the_job_knows(monkeypatch):
+    monkeypatch.setenv("A_WORD", "hunter2")
+    texts = {
+        "url": "ftp://${oc.env:A_WORD}/${cluster.n_workers}/${oc.env:${data.name}${cluster.n_workers}}",
+        "login": "${cluster.password}",
+        "name": "A",
+    }
+    kept = checkpoint_config.stored_config(config(data=texts))
+    assert kept["data"]["url"] == "ftp://${oc.env:A_WORD}/3/${oc.env:${data.name}3}"
+    assert kept["data"]["login"] == "***"
+    monkeypatch.setenv("A3", "x")
+    again = checkpoint_config.composed(kept, ["data.login=me"])
+    assert again.data.url == "ftp://hunter2/3/x"
+
+
+def test_a_path_of_a_structured_config_is_kept_as_a_text():
+    kept = checkpoint_config.stored_config(config(data={"root": Path("/photos"), "all": [Path("/a")]}))["data"]
+    assert (kept["root"], kept["all"], type(kept["root"])) == ("/photos", ["/a"], str)
+
+
+def test_a_variable_of_hydra_that_looks_like_a_secret_is_read_anew(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hunter2")
+    monkeypatch.setenv("PLACE", "/here")
+    variables = {"HF_TOKEN": "hunter2", "PLACE": "/here"}
+    written = config(data={"one": "${hydra:job.env_set.HF_TOKEN}", "two": "${hydra:job.env_set.PLACE}/x"})
+    whole = OmegaConf.create({**OmegaConf.to_container(written), "hydra": {"job": {"env_set": variables}}})
+    found = references.with_values_of_hydra(written, references.with_own_hydra(whole))
+    assert OmegaConf.to_container(found)["data"]["one"] == "${oc.env:HF_TOKEN}"
+    assert checkpoint_config.stored_config(found)["data"]["one"] == "${oc.env:HF_TOKEN}"
+    assert found.data.two == "/here/x"
+    assert checkpoint_config.stored_config(written)["data"]["one"] == "${oc.env:HF_TOKEN}"
+
+
 @pytest.mark.medium
 def test_what_looks_like_a_secret_is_not_kept_and_has_to_be_given_again():
     tracker = {"tracker": {"password": "hunter2"}}
-    cfg = OmegaConf.merge(OmegaConf.create({}), config(data={"api_key": "hunter2", "token": "${oc.env:TOKEN,x}"}))
+    cfg = OmegaConf.merge(OmegaConf.create({}), config(data={"api_key": "hunter2", "token": "${oc.env:TOKEN,null}"}))
     kept = checkpoint_config.stored_config(OmegaConf.merge(OmegaConf.create(OmegaConf.to_container(cfg)), tracker))
     assert "hunter2" not in json.dumps(kept)
     kept.pop("tracker")
     with pytest.raises(ConfigError, match=r"^data\.api_key looks like a secret.*give data\.api_key=<value>"):
         checkpoint_config.composed(kept)
     again = checkpoint_config.composed(kept, ["data.api_key=mine"])
-    assert (again.data.api_key, again.data.token) == ("mine", "x")
+    assert (again.data.api_key, again.data.token) == ("mine", None)
 
 
 def split(train, val, *overrides):

@@ -27,6 +27,17 @@ def test_any_target_may_be_called():
     assert made("fractions.Fraction", numerator=3) == 3
 
 
+@pytest.mark.parametrize("text", ["${X}", r"\${X}", r"\\${X}", "a${b}${c}", r"C:\x\${d}\\", "$${e}"])
+def test_a_resolved_text_is_read_as_it_is(text):
+    values = {"_target_": "builtins.dict", "text": text, "inside": {"list": [text]}}
+    config = hydra_compat.config_of(values)
+    assert OmegaConf.to_container(config, resolve=True) == values
+    assert values["text"] == text
+    for node in (config, values):  # as Hydra 1.4 does for what is escaped once
+        assert hydra_compat.instantiate(node, _convert_="all") == {"text": text, "inside": {"list": [text]}}
+        assert hydra_compat.instantiate(node, _partial_=True)()["text"] == text
+
+
 def test_what_a_target_raises_is_passed_on_as_it_is(monkeypatch):
     monkeypatch.setattr("fractions.Fraction", refusing)
     for settings in (

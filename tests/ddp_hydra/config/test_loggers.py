@@ -41,6 +41,7 @@ def test_a_logger_is_a_name_with_the_settings_of_its_group_or_a_node():
     [
         (["mlfow"], {}, "results.loggers has 'mlfow': did you mean mlflow? Give mlflow, wandb,"),
         (["tensorboard"], {}, "results.loggers has 'tensorboard'; give mlflow, wandb,"),
+        ([{"token": "hunter2"}], {}, "results.loggers has {'token': '***'}; give mlflow"),
         ([{"path": "x"}], {}, "results.loggers has {'path': 'x'}; give mlflow"),
         (["wandb", "wandb"], {}, "results.loggers names wandb more than once: leave one out"),
         (["wandb"], {"wandb": {"checkpoints": "last"}}, "results.wandb.checkpoints=last: give best, all or null"),

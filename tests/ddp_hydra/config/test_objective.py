@@ -74,6 +74,13 @@ def test_a_loss_tells_where_the_classes_are(loss, axis):
     assert objective.class_axis(config(loss=loss)) == axis
 
 
+@pytest.mark.parametrize(
+    ("metrics", "there"), [({}, "none. Give objective.metric=train/loss"), ({"f1": 1.0}, "f1. Give")]
+)
+def test_an_unknown_metric_is_told_where_no_loss_is(metrics, there):
+    assert there in str(objective.unknown("val/dice", metrics, saved=False))
+
+
 def test_an_unknown_metric_is_told_from_one_that_is_not_there_yet():
     whole = {"train/loss": 1.0, "val/loss": 1.0}
     assert objective.is_unknown("val/acc", whole)

@@ -68,6 +68,20 @@ def test_code_and_configuration_are_packed_and_nothing_else(tmp_path):
     assert names(pack(tmp_path)) == sorted([*code, "data/__init__.py", "models/__init__.py"])
 
 
+def test_code_behind_a_link_travels_and_data_does_not(tmp_path):
+    for name in ("shared/blocks.py", "shared/deep/more.py", "photos/labels.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    root = tmp_path / "project"
+    (root / "models").mkdir(parents=True)
+    (root / "models" / "own.py").touch()
+    for link, target in (("common", "shared"), ("photos", "photos"), ("again", "project/models")):
+        (root / "models" / link).symlink_to(tmp_path / target)
+    (tmp_path / "shared" / "loop").symlink_to(tmp_path / "shared")
+    found = {"models/own.py", "models/common/blocks.py", "models/common/deep/more.py"}
+    assert set(names(pack(root))) == found | {"models/__init__.py", "data/__init__.py"}
+
+
 def test_a_package_without_init_is_shipped_as_a_regular_one(tmp_path):
     make(tmp_path, **{"models/net.py": "x = 1", "data/__init__.py": "y = 2"})
     folder = pack(tmp_path).unpack(tmp_path / "there")

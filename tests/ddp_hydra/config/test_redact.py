@@ -33,6 +33,21 @@ CONF = Path(__file__).parents[3] / "conf"
         "MY_DATABASE_PASS",
         "email_pass",
         "simPin",
+        "api_keys",
+        "access_tokens",
+        "authTokens",
+        "secrets",
+        "passwords",
+        "secretkey",
+        "accesskey",
+        "authtoken",
+        "awsSecretAccesskeys",
+        "clientsecret",
+        "apikey2",
+        "storage_primary_key",
+        "primary_access_key",
+        "group_access_token",
+        "image_api_key",
     ],
 )
 def test_what_is_called_like_a_secret(name):
@@ -48,6 +63,9 @@ def test_what_is_called_like_a_secret(name):
         "pass", "pin", "passes", "compass", "pin_memory", "low_pass", "forward_pass", "pass_at_1", "mapping", "options",
         "max_pass", "min_pass", "train_pass", "val_pass", "render_pass", "filter_pass", "led_pin", "gpio_pin",
         "reset_pin", "otp_ratio", "passcode_length", "db_pass_rate", "pass_db", "db.pass",
+        "tokens", "keys", "n_tokens", "num_tokens", "max_tokens", "max_new_tokens", "token_ids", "tokenizer",
+        "stop_tokens", "special_tokens", "tokens_per_s", "num_keys", "hotkey", "primary_key", "group_key",
+        "key_of_table", "key_column", "column_key", "api_keys_path",
     ],
 )  # fmt: skip
 def test_what_is_not(name):
@@ -127,6 +145,16 @@ def test_the_files_of_hydra_go_without_secrets(tmp_path):
         ("url=Protocol=https;Name=x;AccountKey=top-secret==", "url=Protocol=https;Name=x;AccountKey=***"),
         ("a=1,url=AccountKey=top-secret==;Name=x", "a=1,url=AccountKey=***;Name=x"),
         ("a=1,password=top;secret", "a=1,password=***"),
+        (r"a={password: 'b\'c,d', n: 1}", "a={password: ***, n: 1}"),
+        (r"a={password: b\,c\}d, n: 1}", "a={password: ***, n: 1}"),
+        (r'a=1,password="b\"c,d",n=2', "a=1,password=***,n=2"),
+        (r"a=1,password=b\,c\ d,n=2", "a=1,password=***,n=2"),
+        ("a={secrets: {hf: x}, api_keys: [x, y]}", "a={secrets: ***, api_keys: ***}"),
+        ("password='${oc.env:PW,hunter2}'", "password=***"),
+        ("a={password:${oc.env:PW,hunter2},n:1}", "a={password:***,n:1}"),
+        ("password=${oc.env:PW,${oc.env:OTHER,hunter2}}", "password=***"),
+        ("a={password:${oc.env:PW,null},n:1}", "a={password:${oc.env:PW,null},n:1}"),
+        ("password=${oc.env:PW, ${oc.env:OTHER, ''}}", "password=${oc.env:PW, ${oc.env:OTHER, ''}}"),
     ],
 )
 def test_secrets_are_found_inside_a_value(text, left):
@@ -222,6 +250,19 @@ def test_numbers_in_a_config_that_may_be_a_key_are_hidden(config):
 )
 def test_a_line_of_a_file_with_numbers_of_a_secret_is_found(line):
     assert redact.secret_line(f"a: 1\n{line}\n") == line
+
+
+def test_the_default_of_a_variable_in_a_line_of_a_file_is_found():
+    assert redact.secret_line("password: ${oc.env:PW,hunter2}") is not None
+    for value in ("${oc.env:PW}", "${oc.env:PW,null}", "${oc.env:PW,''}", "${oc.env:PW,${oc.env:OTHER}}"):
+        assert redact.secret_line(f"password: {value}") is None
+
+
+def test_words_joined_by_any_separator_go_where_one_is_a_secret():
+    job = {"override_dirname": "optimizer.lr:0.1;tracker.password:top-secret"}
+    for words in (["optimizer.lr=0.1", "tracker.password=top-secret"], ["optimizer.lr=0.1"]):
+        saved = redact.yaml_text({"hydra": {"job": job, "overrides": {"task": words}}})
+        assert ("top-secret" in saved) == (len(words) == 1)
 
 
 def test_a_line_of_a_file_with_a_small_number_is_none():

@@ -35,6 +35,17 @@ def test_a_key_that_no_schema_has_is_refused(key, value, said):
 
 
 @pytest.mark.medium
+def test_a_node_that_is_refused_is_shown_without_its_secrets():
+    with pytest.raises(ConfigError, match=r"^callbacks\.x=\{'token': \*\*\*, 'n': 3\}: a _target_ is missing"):
+        unknown_keys.check(changed({"callbacks.x": {"token": "hunter2", "n": 3}}))
+
+
+@pytest.mark.medium
+def test_a_metric_or_callback_is_left_out_as_null():
+    unknown_keys.check(changed({"metrics.f1": None, "callbacks.x": None}))
+
+
+@pytest.mark.medium
 def test_a_data_set_may_be_the_interpolation_of_another_one():
     unknown_keys.check(changed({"data.val": "${data.train}"}))
     OmegaConf.update(cfg := changed({"data.val": "${data.train}"}), "data.val.n", 3, force_add=True)
@@ -195,6 +206,7 @@ CHOICES = {"optimizer": "sgd", "data": "s3_images", "scheduler": "cosine", "mode
             r"data\.batch_size=8: data\.global_batch=64 wins over it: give one",
         ),
         ({"data.batch_size": 8, "data.global_batch": None}, {}, None),
+        ({"model.norm_momentum": "same"}, {}, None),
         ({"data.batch_size": None, "data.global_batch": 64}, {}, None),
         ({"data.bucket": "photos", "scheduler.by": "epoch", "cluster.memory_limit": "4GB", "seed": 3}, {}, None),
     ],

@@ -145,6 +145,14 @@ def test_an_attempt_has_the_time_that_is_left(number, spent_s, left_s, tmp_path,
     assert make(tmp_path, first_world_size=4).call(number, 4).args[0]["trainer"]["time_limit_s"] is None
 
 
+def test_the_wait_for_workers_is_no_part_of_the_time(tmp_path):
+    made = make(tmp_path, first_world_size=4, trainer__time_limit_s=100.0)
+    made.begun -= 1000.0
+    assert made.call(0, 4).args[0]["trainer"]["time_limit_s"] > 50.0
+    made.begun -= 1000.0
+    assert made.call(1, 4).args[0]["trainer"]["time_limit_s"] == 0.0
+
+
 @pytest.mark.parametrize(
     ("record", "lost"),
     [

@@ -84,6 +84,18 @@ def test_the_folder_of_another_job_is_not_taken(tmp_path):
         planned_job.take_over_folder(planned(tmp_path))
 
 
+@pytest.mark.parametrize("content", ["", "- lr=1\n- 'x", "- lr=1\n- {a"])
+def test_a_folder_whose_files_were_cut_off_holds_no_job(tmp_path, content):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(content)
+    planned_job.take_over_folder(job := planned(tmp_path))
+    assert job.config.get("resume") is None
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- lr=1\n")
+    (tmp_path / ".hydra" / "hydra.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=r"another job \(lr=1\)"):
+        planned_job.take_over_folder(job)
+
+
 def test_a_job_that_had_started_and_was_not_noted_goes_on(tmp_path):
     job = planned(tmp_path)
     job.row.overrides = ["lr=1", "data=b", "key=${oc.env:NOT_SET}"]
@@ -140,6 +152,8 @@ def test_apps_of_others_get_a_local_cluster_of_as_many_workers_as_ranks_unless_t
     local = OmegaConf.create(planned_job.own_need(2, None).cluster)
     assert (local._target_, local.n_workers, local.host) == ("distributed.LocalCluster", 2, "127.0.0.1")
     assert OmegaConf.create(planned_job.own_need(2, {"n_workers": 4}).cluster).n_workers == 4
+    texts = planned_job.own_need(2, {"_target_": "some.Cluster", "prologue": ["cd ${SCRATCH}"]}).cluster
+    assert OmegaConf.to_container(OmegaConf.create(texts), resolve=True)["prologue"] == ["cd ${SCRATCH}"]
     other = OmegaConf.create(planned_job.own_need(2, {"_target_": "some.Cluster"}).cluster)
     assert other == {"_target_": "some.Cluster", "n_workers": 2}
 

@@ -26,7 +26,7 @@ from ddp_hydra.sweep.settings import SweepSettings
 from ddp_hydra.sweep.summary_files import read
 from ddp_hydra.sweep.sweep import Sweep
 
-CONFIG = {"hydra": {"overrides": {"task": []}, "sweep": {"dir": "."}, "job": {"name": "app"}}}
+CONFIG = {"results": "own", "hydra": {"overrides": {"task": []}, "sweep": {"dir": "."}, "job": {"name": "app"}}}
 
 
 def start(folder: Path) -> Sweep:

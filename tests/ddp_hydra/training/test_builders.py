@@ -113,6 +113,8 @@ def test_a_metric_without_the_methods_of_torchmetrics_is_refused():
     cfg.metrics = {"x": {"_target_": "collections.Counter"}}
     with pytest.raises(ConfigError, match=r"metrics\.x: Counter has no compute, reset: give a subclass"):
         builders.eval_metrics(cfg, Numbers(3), torch.device("cpu"), World())
+    cfg = OmegaConf.create({"metrics": {"left_out": None}})
+    assert not builders.eval_metrics(cfg, Numbers(3), torch.device("cpu"), World()).metrics
 
 
 def flat(prediction, target):

@@ -102,7 +102,7 @@ def test_a_lone_checkpoint_builds_what_ships_and_what_is_of_the_project(target):
 def test_a_lone_checkpoint_hides_no_interpolation():
     hidden = {"model": {"_target_": "torch.nn.Linear", "head": r"\${optimizer}"}}
     cfg = checkpoint_config.composed({"data": {}, "optimizer": {"_target_": "lion.Lion"}, **hidden})
-    with pytest.raises(ConfigError, match=r"^model\.head=\$\{optimizer\} is from a checkpoint"):
+    with pytest.raises(ConfigError, match=r"^model\.head=\\\$\{optimizer\} is from a checkpoint"):
         refuse_targets(cfg)
 
 

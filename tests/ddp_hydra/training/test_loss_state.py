@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from ddp_hydra import results
+from ddp_hydra.config.hydra_compat import config_of
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.tasks import Classification, Step, Task
 from ddp_hydra.training import builders, load_run, loss_state
@@ -185,7 +186,7 @@ def test_what_no_checkpoint_keeps_of_the_config_is_no_change(monkeypatch):
 )
 def test_a_value_that_reads_the_same_is_no_change(stored, now):
     before = {**config(), **of_task(Own, given=stored), "loss": None, "n": 3}
-    cfg = OmegaConf.create({**config(), **of_task(Own, given=now), "loss": None, "n": 3})
+    cfg = config_of({**config(), **of_task(Own, given=now), "loss": None, "n": 3})
     loss, saved = Counts(), Counts().state_dict()
     assert loss_state.fitting(loss, saved, before, cfg, None) is saved
 

@@ -155,6 +155,7 @@ def test_numbers_stay_inside(dimension):
         value = changed
     assert Interval(0, 10).change("5", rng, (0.8,)) == "4"
     assert Interval(0, 10).change("9", rng, (1.2,)) == "10"
+    assert Interval(0, 0.12345678).change("0.12", rng, (1.2,)) == "0.12345678"
 
 
 def test_by_the_logarithm_all_sizes_are_drawn_alike():
