@@ -67,7 +67,7 @@ class ComposedConfig:
     Attributes:
         cfg: the config, without Hydra's own part.
         overrides: of the job, after the overrides of a run that it resumes.
-        run_dir: the folder for its results.
+        run_dir: the folder for its results, a whole path.
         rank_settings: what Hydra's part of the config says of its ranks.
 
     Raises:
@@ -94,9 +94,9 @@ class ComposedConfig:
             )
         self.overrides = typed_words(cfg.hydra)
         self._whole = whole = references.with_own_hydra(cfg)
-        self.run_dir = Path(whole.hydra.run.dir)
+        self.run_dir = Path(whole.hydra.run.dir).absolute()  # the program may change its folder
         with read_write(whole.hydra), open_dict(whole.hydra):
-            whole.hydra.runtime.output_dir = str(self.run_dir.absolute())
+            whole.hydra.runtime.output_dir = str(self.run_dir)
         self.rank_settings = settings_of_hydra(whole.hydra)
         self._hydra = OmegaConf.masked_copy(cfg, "hydra")
         with open_dict(cfg):
@@ -129,7 +129,7 @@ class ComposedConfig:
         Yields:
             The whole path of the run directory.
         """
-        run_dir = self.run_dir.absolute()
+        run_dir = self.run_dir
         if self.cfg.dry_run or not (self._whole.hydra.job.chdir and cluster.is_inline(self.cfg.cluster)):
             yield run_dir
             return
@@ -422,7 +422,7 @@ class StartedRun(Run):
     """
 
     def __init__(self, job: ComposedConfig) -> None:
-        self.dir = job.run_dir.absolute()  # the program may change its folder; a dry run has none
+        self.dir = job.run_dir  # a dry run has none
         self._job = job
         self._stop = threading.Event()
         self._error: BaseException | None = None

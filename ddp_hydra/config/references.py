@@ -154,11 +154,12 @@ def _node(config: Any, path: tuple[Any, ...]) -> Any:
     return functools.reduce(lambda node, key: node[key], path, config)
 
 
-def read_by(is_reader: Callable[[str], bool], config: DictConfig) -> set[str]:
-    """Return the keys that the values of some keys refer to, also by way of values of other keys."""
-    content = OmegaConf.to_container(config)
-    assert isinstance(content, dict)
-    content.pop("hydra", None)
+def read_by(is_reader: Callable[[str], bool], content: Mapping[str, Any]) -> set[str]:
+    """Return the keys that the values of some keys refer to, also by way of values of other keys.
+
+    Args:
+        content: of a config, with its interpolations.
+    """
     values = dict(with_full_names(content, (Mapping, list)))
     found, readers = set[str](), {key for key in values if is_reader(key)}
     while readers:
@@ -171,7 +172,7 @@ def read_by(is_reader: Callable[[str], bool], config: DictConfig) -> set[str]:
 def _words_inside(value: Any) -> Iterator[str]:
     while isinstance(value, str) and (found := _INTERPOLATION.search(value)):  # the inner ones first
         yield from _words(found[0])
-        value = value.replace(found[0], "$")
+        value = value.replace(found[0], " ")  # no text that makes an interpolation of what comes after it
 
 
 def _words(text: str) -> Iterator[str]:

@@ -80,6 +80,8 @@ class S3ImageFolder(StoredImages):
         self._owns_server = False
         self._embedded_on: str | None = None
         self._store = self._embedded() if bucket is None else self.access.bucket(bucket)
+        if bucket is None:  # it is listed at once, and would have another listing for each port
+            listing_max_age_s = 0.0
         try:
             try:
                 listing = list_images_once(self._store, self.prefix, listing_max_age_s, self.labelled)

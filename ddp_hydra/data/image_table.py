@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import math
 import os
 import posixpath
 import re
@@ -161,7 +162,8 @@ def _number(label: str) -> Decimal | None:
         number = Decimal(label)  # a float would take two long numbers for one
     except InvalidOperation:
         return None
-    return number if number.is_finite() and "_" not in label else None  # Python reads 1_2 as 12
+    # An id such as 123e4567 is a word, and so is 1_2, which Python reads as 12.
+    return number if number.is_finite() and math.isfinite(float(number)) and "_" not in label else None
 
 
 def _key(prefix: str, path: str) -> str:

@@ -180,7 +180,10 @@ def why_stopped(reason: str, steps: int) -> str:
 
 def shown_path(path: Path) -> str:
     """Return a path as the user would type it: relative if it is below the folder where the command was typed."""
-    relative = os.path.relpath(path, project.typed_in())
+    try:
+        relative = os.path.relpath(path, project.typed_in())
+    except FileNotFoundError:  # the program has removed its current folder
+        return str(path)
     return str(path) if relative.startswith("..") else relative
 
 

@@ -11,7 +11,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from ddp_hydra.config.validate import LOGGERS
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote.status import OWNER, FencedStore
@@ -183,7 +185,7 @@ def _parents_in_sweep(run: Path, sweeps: Sweeps, is_locked: bool) -> list[Path]:
 
 def written_by_run(files: RunFiles) -> Callable[[str], object]:
     known = set(files.read(SUBMITTED).decode(errors="replace").split("\n"))
-    known |= {f"logs/{name}.log" for name in (*LOGGERS, *json_object(files.read("loggers.json")))}
+    known |= {f"logs/{name}.log" for name in _loggers(files)}
     with contextlib.suppress(ValueError):  # there is none, or it is broken
         entries = manifest.decode_manifest(files.read(f"{manifest.FOLDER}/{manifest.NAME}")).checkpoints
         known |= {
@@ -192,6 +194,17 @@ def written_by_run(files: RunFiles) -> Callable[[str], object]:
             for file, _ in manifest.files_of(PurePosixPath(manifest.FOLDER, name), entry)
         }
     return lambda name: name in known or _OF_RUN.fullmatch(name)
+
+
+def _loggers(files: RunFiles) -> set[str]:
+    """Return the names of the loggers of a run: of its config, and of an earlier attempt with runs at services."""
+    names, config = set(json_object(files.read("loggers.json"))), yaml_value(files.read(".hydra/config.yaml"))
+    with contextlib.suppress(OmegaConfBaseException):  # of a broken file
+        entries = OmegaConf.select(OmegaConf.create(config if isinstance(config, dict) else {}), "results.loggers")
+        for entry in entries if isinstance(entries, ListConfig) else ():
+            target = entry.get("_target_") if isinstance(entry, DictConfig) else entry
+            names.add(str(target).rpartition(".")[2])
+    return names
 
 
 def _remove_files(folder: Path, is_written: Callable[[str], object], removal: Removal) -> None:

@@ -24,7 +24,7 @@ from ddp_hydra.config.schema import TOP
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
-from ddp_hydra.sweep.rows import JobRow, JobState, chooses_data, comparable, typed
+from ddp_hydra.sweep.rows import OF_READING, JobRow, JobState, chooses_data, comparable, typed
 from ddp_hydra.sweep.summary_files import fill_row
 
 log = logging.getLogger(__name__)
@@ -149,6 +149,7 @@ class JobQueue:
         own_need: what the tasks of other apps need.
         earlier: the rows of an earlier run of this sweep; None if this sweep does not resume one.
         retry_failed: whether jobs that failed in the earlier run are run again.
+        metric: that jobs are compared by.
 
     Attributes:
         earlier: the rows of those jobs that nobody has asked for yet.
@@ -166,8 +167,9 @@ class JobQueue:
         own_need: Need,
         earlier: Sequence[JobRow] | None,
         retry_failed: bool,
+        metric: str = "",
     ) -> None:
-        self.folder, self.loader, self.config, self.own_need = folder, loader, config, own_need
+        self.folder, self.loader, self.config, self.own_need, self.metric = folder, loader, config, own_need, metric
         self.is_resumed = earlier is not None
         self.earlier = list(earlier or ())
         self.next_number = max((row.number for row in self.earlier), default=-1) + 1
@@ -229,17 +231,35 @@ class JobQueue:
         return []
 
     def shared_keys(self, job: PlannedJob) -> list[str]:
-        """Return the keys of a job that its other data refer to: of `data.train`, and of the user's own groups."""
-        given = typed(job.row)
-        own = [key for key in given if key.startswith("data.train.") or key.split(".")[0] not in (*TOP, "experiment")]
-        if not own:
+        """Return the keys of a job that its data refer to: of `data.train`, for its other data, and the user's own."""
+        places = {key: (key.partition("@")[2] or key).replace("/", ".") for key in typed(job.row)}
+        tops = {key: place.split(".")[0] for key, place in places.items()}
+        of_training = {key for key in places if key.startswith("data.train.") and key.split(".")[2] not in OF_READING}
+        own = {key for key, top in tops.items() if top not in (*TOP, "experiment")}
+        if not of_training | own:
             return []
-        config = self.config
-        if any(key.split(".")[0] in ("data", "experiment") and key not in own for key in given):  # other references
+        config, groups = self.config, groups_of(self.config)
+        brings_references = any(
+            key in groups if key in own else tops[key] in ("data", "experiment") and not key.startswith("data.train.")
+            for key in places
+        )
+        if brings_references or any(word.startswith("+") for word in job.overrides):
             with suppress(DdpHydraError, HydraException, OmegaConfBaseException):  # said where it is composed
                 config = self.loader.take(self.config, job.overrides)
-        words = references.read_by(lambda key: key.startswith("data.") and chooses_data(key, ""), config)
-        return [key for key in own if any(references.meet(key, word) for word in words)]
+        # A value that comes to the data by another part of a job, as by its seed, is no choice of the data.
+        written = cast(dict[str, Any], OmegaConf.to_container(config))
+        content = {key: value for key, value in written.items() if key == "data" or key not in (*TOP, "hydra")}
+
+        def is_of_others(key: str) -> bool:
+            return key.split(".")[0] == "data" and not f"{key}.".startswith("data.train.")
+
+        def chooses(key: str) -> bool:
+            return key.split(".")[0] == "data" and chooses_data(key, self.metric)
+
+        words: dict[str, set[str]] = {}
+        for keys, is_reader in ((of_training, is_of_others), (own, chooses)):
+            words |= dict.fromkeys(keys, references.read_by(is_reader, content)) if keys else {}
+        return [key for key in places if any(references.meet(places[key], word) for word in words.get(key, ()))]
 
     def keep_earlier(self, job: PlannedJob) -> None:
         """Let a job that need not run, and is not in the queue, keep the row of the earlier run of the sweep."""

@@ -68,12 +68,13 @@ class Sweep:
         self.locks.enter_context(sweep_locked(folder))
         own_need = planned_job.own_need(settings.ranks, settings.cluster)
         earlier = read(folder) if is_resumed else None
-        self.queue = JobQueue(folder, loader, config, own_need, earlier, settings.retry_failed)
+        self.objective = objective_of(config, settings.direction)
+        metric = self.objective.metric
+        self.queue = JobQueue(folder, loader, config, own_need, earlier, settings.retry_failed, metric)
         name = f"{connection.user_name()}@{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         start_cluster = partial(ClusterProcess, sweep=name, output=folder / "cluster.log")
         self.scheduler = JobScheduler(self.queue, settings.max_jobs, start_cluster)
         self.running = self.scheduler.running
-        self.objective = objective_of(config, settings.direction)
         mirror = str(config.results.get("mirror") or "") if planned_job.is_ours(config) else ""
         self.pruning = Pruning(folder, settings.keep, self.objective, mirror)
         make_policy = partial(stop_policy, settings.stop, self.objective, config, settings.ranks)

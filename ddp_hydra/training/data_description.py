@@ -136,6 +136,8 @@ class DataDescription:
         given: Any = {
             name: tuple(value) if isinstance(value, list) else value for name, value in (values or {}).items()
         }
+        # Checkpoints of older versions have them as Python gives names that are not UTF-8.
+        given["classes"] = tuple(map(encodable, given.get("classes") or ()))
         return cls(**given)
 
 
@@ -209,7 +211,7 @@ def fingerprint(data: Any, seed: int) -> list[Any]:
     if hasattr(data, "sample_id"):
         places = sorted({n * number // IDS for number in range(min(IDS, n))})
         names = "\n".join(str(data.sample_id(place)) for place in places)
-        return [hashlib.sha256(names.encode(errors="surrogateescape")).hexdigest()]
+        return [hashlib.sha256(encodable(names).encode()).hexdigest()]
     samples: list[Any] = []
     begin = time.monotonic()
     for index in (0, n // 2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import sys
 import threading
 import time
 from pathlib import Path
@@ -147,6 +148,15 @@ def test_two_stores_with_one_url_do_not_share_a_cache(tmp_path, monkeypatch):
             data = PetNames("s3://pets/names.json", cache_dir=str(tmp_path), endpoint_url=endpoint)
             assert data.names == [name]
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_kept_names_need_no_store_and_no_package(tmp_path, monkeypatch):
+    endpoint = "no endpoint"
+    with monkeypatch.context() as patched:
+        patched.setattr(Access, "open", lambda *_: ({"key": b'["rex"]'}, "key"))
+        PetNames("s3://pets/names.json", cache_dir=str(tmp_path), endpoint_url=endpoint)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    assert PetNames("s3://pets/names.json", cache_dir=str(tmp_path), endpoint_url=endpoint).names == ["rex"]
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning_and_no_more(web, tmp_path):

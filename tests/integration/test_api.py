@@ -49,7 +49,7 @@ def warm(folder, client2):
 
 def test_a_run_gives_its_metrics_its_model_and_what_resume_and_evaluate_need(warm, folder):
     run = ddp_hydra.run([*TINY, "trainer.epochs=1", "hydra.run.dir=run"])
-    assert (run.status, run.done(), str(run.dir)) == ("done", True, "run")
+    assert (run.status, run.done(), run.dir) == ("done", True, folder / "run")
     assert run.wait() is run
     assert run.summary["world_size"] == 2
     assert run.objective == run.summary["metrics"]["val/accuracy"]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,10 +53,10 @@ def test_the_package_has_them_without_importing_them_first():
 def test_a_config_is_composed_as_the_command_does(project):
     job = ComposedConfig(["optimizer.lr=0.5", "hydra.run.dir=there"])
     assert (job.cfg.model._target_, job.cfg.optimizer.lr, job.cfg.trainer.epochs) == ("models.mlp.MLP", 0.5, 15)
-    assert (str(job.run_dir), job.overrides) == ("there", ["optimizer.lr=0.5"])
+    assert (job.run_dir, job.overrides) == (project / "there", ["optimizer.lr=0.5"])
     assert "hydra" not in job.cfg
     assert ComposedConfig(["model=resnet18"]).cfg.model._target_ == "models.resnet.resnet18"
-    assert len(ComposedConfig([]).run_dir.parts) == 3
+    assert len(ComposedConfig([]).run_dir.relative_to(project).parts) == 3
 
 
 def test_hydras_files_are_written_without_secrets(project):
@@ -365,14 +366,25 @@ def test_threads_may_start_runs_side_by_side(project, monkeypatch):
 
 
 def test_a_run_is_found_after_the_program_has_changed_its_folder(project, monkeypatch, tmp_path):
-    monkeypatch.setattr("ddp_hydra.api.run_job", lambda *_, **__: None)
+    has_moved, folders = threading.Event(), []
+    begin = ComposedConfig.in_its_folder
+
+    def begin_later(job):
+        has_moved.wait()
+        return begin(job)
+
+    monkeypatch.setattr(ComposedConfig, "in_its_folder", begin_later)
+    monkeypatch.setattr("ddp_hydra.api.run_job", lambda cfg, run_dir, *_, **__: folders.append(run_dir))
     run = ddp_hydra.run(["hydra.run.dir=a"], wait=False)
     assert repr(run).startswith("<Run a: ")
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
+    has_moved.set()
     run.wait()
-    assert run.dir == project / "a"
+    assert folders == [run.dir] == [project / "a"]
     assert run.dir.is_dir()
+    (tmp_path / "other").rmdir()
+    assert repr(run).startswith(f"<Run {project / 'a'}: ")
 
 
 def test_a_run_is_looked_at_by_its_directory(tmp_path, monkeypatch):

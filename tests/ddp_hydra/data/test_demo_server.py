@@ -109,12 +109,14 @@ def test_a_digit_is_scikit_learns_picture_made_larger():
 
 
 @pytest.mark.integration
-def test_without_a_bucket_train_and_val_share_one_server_that_ends_with_them(few, monkeypatch):
+def test_without_a_bucket_train_and_val_share_one_server_that_ends_with_them(few, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = dict(os.environ)
-    train = S3ImageFolder(prefix="train")
+    train = S3ImageFolder(prefix="train", listing_max_age_s=3600)
     val = S3ImageFolder(prefix="val", classes_from="train")
     try:
         assert len(train) + len(val) == 120
+        assert not list(tmp_path.rglob("listings")), "its next server has another port"
         assert train.classes == val.classes == [str(digit) for digit in range(10)]
         assert len(stores()) == 1
         image, target = val[0]

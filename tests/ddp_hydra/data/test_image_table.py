@@ -138,7 +138,9 @@ def test_long_numbers_are_labels_of_their_own(table):
     assert data.classes == ["42", "1234567890123456788", "1234567890123456789"]
 
 
-@pytest.mark.parametrize("labels", [("1_2", "12"), ("nan1", "sNaN"), ("inf", "Infinity"), ("NaN", "nan")])
+@pytest.mark.parametrize(
+    "labels", [("1_2", "12"), ("nan1", "sNaN"), ("inf", "Infinity"), ("NaN", "nan"), ("1e400", "10e399")]
+)
 def test_a_word_that_python_reads_as_a_number_is_a_word(table, labels):
     data = table("path,label\ncat/1.png,{}\ndog/1.png,{}\n".format(*labels))
     assert data.classes == (["12", "1_2"] if "12" in labels else sorted(labels))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pickle
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -216,6 +219,8 @@ def test_a_data_set_may_hold_what_has_attributes_of_any_name_or_raises_for_them(
         """As a collection of pymongo."""
 
         def __getattr__(self, name: str) -> Remote:
+            if name.startswith("_"):
+                raise AttributeError(name)
             return self
 
         def __call__(self, *_: object) -> None:
@@ -227,6 +232,7 @@ def test_a_data_set_may_hold_what_has_attributes_of_any_name_or_raises_for_them(
     class Own(Dataset):
         def __init__(self) -> None:
             self.settings, self.all, self.rows = Keyed(a=1), [Keyed(b=Keyed())], Remote()
+            self.mock, self.kind = MagicMock(), Scaled
 
         def __len__(self) -> int:
             return 1
@@ -234,7 +240,32 @@ def test_a_data_set_may_hold_what_has_attributes_of_any_name_or_raises_for_them(
         def __getitem__(self, index: int) -> int:
             return index
 
-    assert len(look_into(Own())) == 1
+    assert type(look_into(Own())) is Own
+
+
+class Told(Rows):
+    seen = 0
+
+    def set_epoch(self, epoch):
+        self.seen = epoch
+
+
+def test_what_passes_names_on_to_the_data_set_inside_is_told_the_epoch():
+    class Cached:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "inner":
+                raise AttributeError(name)
+            return getattr(self.inner, name)
+
+    inside = Told()
+    look_into(Flipped(Cached(inside))).set_epoch(3)
+    assert inside.seen == 3
+    own = SimpleNamespace(set_epoch=Told().set_epoch)
+    look_into(Flipped(own)).set_epoch(3)
+    assert own.set_epoch.__self__.seen == 3
 
 
 def test_a_users_wrapper_that_hides_how_batches_are_made_is_refused(photos):

@@ -46,15 +46,15 @@ def test_a_file_with_two_names_counts_once(make_run, tmp_path):
 
 
 def test_a_run_is_removed_and_what_others_have_put_there_is_not(make_run, tmp_path):
-    run_dir, other = make_run("outputs/a"), make_run("outputs/b")
+    loggers = "results.loggers=[wandb,{_target_: models.my_writer.MyWriter}]"
+    run_dir, other = make_run("outputs/a", loggers), make_run("outputs/b")
     writer = FileWriter(run_dir)
     for name in ("samples/1.txt", "samples/2.txt", "samples/1.txt"):
         writer.write(Record(File(name, 1, hashlib.sha256(b"1").hexdigest(), inline="MQ==")))
     writer.close()
-    for name in (".hydra/environment.yaml", "logs/wandb.log", "logs/MyLogger.log", "logs/slurm-7.out"):
+    for name in (".hydra/environment.yaml", "logs/wandb.log", "logs/MyWriter.log", "logs/slurm-7.out"):
         (run_dir / name).parent.mkdir(exist_ok=True)
         (run_dir / name).write_text("1")
-    (run_dir / "loggers.json").write_text('{"MyLogger": {}}')
     (run_dir / "samples" / "mine.txt").write_text("1")
     (run_dir / "checkpoints" / "theirs.ckpt").write_text("1")
     (run_dir / "link").symlink_to(other)

@@ -113,11 +113,20 @@ def test_a_job_whose_config_reads_another_value_of_a_variable_is_another_one():
 
 def test_jobs_whose_validation_is_made_from_a_swept_key_of_training_are_not_compared():
     val = {"noise": "${data.train.noise}", "root": "${..train.source.root}", "cache_dir": "${..train.cache_dir}"}
-    train = {"noise": 0.1, "source": {"root": "a", "kind": 1}, "n": 4, "note": "${data.train.n}", "cache_dir": "a"}
+    val["transform"] = {"scale": "${data.train.scale}"}
+    train = {
+        "scale": 1,
+        "noise": 0.1,
+        "source": {"root": "a", "kind": 1},
+        "n": 4,
+        "note": "${data.train.n}",
+        "cache_dir": "a",
+    }
     config = OmegaConf.create({"data": {"train": train, "val": val}})
     apart, whole = OmegaConf.create({"data": {"train": train}}), SimpleNamespace(take=lambda *_: config)
     objective = SweepObjective("val/loss", maximize=False)
     cases = [("noise", False), ("source.root", False), ("source.kind", True), ("n", True), ("cache_dir", True)]
+    cases.append(("scale", False))
     for key, is_ranked in cases:
         typed = [f"data.train.{key}={value}" for value in (1, 2)]
         jobs = JobQueue(Path(), None, config, Need(), None, False)
@@ -136,16 +145,38 @@ def test_jobs_whose_data_are_made_from_a_swept_key_of_the_users_own_are_not_comp
         "root": "${paths.data}/x",
         "batch_size": "${n}",
         "train": {"fold": "${fold}", "noise": "${noise}"},
-        "val": {"fold": "${fold}", "transform": {"size": "${size}"}, "split": "${seed}"},
+        "val": {"fold": "${fold}", "transform": {"size": "${size}"}, "split": "${seed}", "file": "${dir}{name}.tar"},
     }
     own = {"paths": {"data": "${disk.root}/data"}, "disk": {"root": "a"}, "fold": 0, "n": 1, "noise": 0, "size": 4}
-    config = OmegaConf.create({"data": data, "seed": 0, "model": {"n": "${fold}"}, **own})
+    own |= {"dir": "a", "name": "b", "run": 0}
+    config = OmegaConf.create({"data": data, "seed": "${run}", "model": {"n": "${fold}"}, **own})
+    loader = SimpleNamespace(take=lambda *_: config)
     objective = SweepObjective("val/loss", maximize=False)
-    others = ("fold", "+paths.data", "paths", "disk.root")
-    for key in (*others, "n", "noise", "size", "seed", "model.n", "paths.other", "unused"):
-        jobs = JobQueue(Path(), None, config, Need(), None, False)
+    others = ("fold", "+paths.data", "paths", "disk.root", "dir")
+    for key in (*others, "n", "noise", "size", "seed", "run", "name", "model.n", "paths.other", "unused"):
+        jobs = JobQueue(Path(), loader, config, Need(), None, False)
         rows = [jobs.add([f"{key}={value}"], 0).row for value in (1, 2)]
         assert objective.ranks(rows) is (key not in others), key
+
+
+@pytest.mark.parametrize("word", ["paths=a", "+paths=a", "+own/paths=a", "+other/place@paths=a"])
+def test_a_swept_group_of_the_users_own_brings_its_references(word):
+    base = OmegaConf.create({"data": {"root": "${paths.data}"}, "hydra": {"runtime": {"choices": {"paths": "b"}}}})
+    of_group = {"data": "${disk.root}", "root": "${own.paths.root}"}
+    config = OmegaConf.create({"data": {"root": "${paths.data}"}, "paths": of_group, "own": {"paths": {"root": "a"}}})
+    loader = SimpleNamespace(take=lambda *_: config)
+    jobs = JobQueue(Path(), loader, base, Need(), None, False)
+    rows = [jobs.add([word, f"disk.root={value}"], 0).row for value in (1, 2)]
+    assert not SweepObjective("val/loss", maximize=False).ranks(rows)
+    assert rows[0].shared == ([] if "own" in word else [word.partition("=")[0].lstrip("+")]) + ["disk.root"]
+
+
+def test_a_key_that_training_data_refer_to_keeps_jobs_apart_by_a_metric_of_training_only():
+    config = OmegaConf.create({"data": {"train": {"fold": "${fold}"}, "val": None}, "fold": 0})
+    for metric, is_ranked in (("train/loss", False), ("val/loss", True)):
+        jobs = JobQueue(Path(), None, config, Need(), None, False, metric)
+        rows = [jobs.add([f"fold={value}"], 0).row for value in (1, 2)]
+        assert SweepObjective(metric, maximize=False).ranks(rows) is is_ranked
 
 
 def composing(folder: Path, is_resumed: bool = False, earlier: list[JobRow] | None = None) -> JobQueue:

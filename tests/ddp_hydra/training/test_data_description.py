@@ -52,6 +52,8 @@ def test_it_survives_a_checkpoint():
     whole = DataDescription(("a",), 1, ("x", "y"), 7, "bytes", (1, 3))
     assert DataDescription.from_dict(whole.as_dict()) == whole
     assert DataDescription.from_dict(None) == DataDescription()
+    before = whole.as_dict() | {"classes": ["na\udcefve"]}  # of a checkpoint of an older version
+    assert DataDescription.from_dict(before).classes == (r"na\udcefve",)
 
 
 def test_a_vector_must_have_one_length_in_all_data():
