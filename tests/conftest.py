@@ -114,10 +114,12 @@ def signals_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    """Hydra's logging of a command that ran in this process ends with its test."""
+def hydra_as_before() -> Iterator[None]:
+    """Hydra's config and logging of a command that ran in this process end with its test."""
     level, handlers = logging.root.level, list(logging.root.handlers)
     yield
+    if "hydra.core.hydra_config" in sys.modules:
+        sys.modules["hydra.core.hydra_config"].HydraConfig.instance().cfg = None
     logging.root.setLevel(level)
     for handler in [one for one in logging.root.handlers if one not in handlers]:
         logging.root.removeHandler(handler)
