@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from ddp_hydra.data.names import check, check_range, is_of
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import Access, bare_url, is_remote
 from ddp_hydra.storage.files import private_folder, replacing, user_cache
 from ddp_hydra.storage.object_store import download
@@ -56,7 +57,7 @@ class PetNames(Dataset):
         ValueError: an argument out of its range, or a file that is not a list of such names.
         FileNotFoundError: no such file, URL, bucket or object.
         PermissionError: the source can't be read.
-        ConnectionError: no network, or the host is not reachable.
+        ConfigError: no network, or the host is not reachable, in the time that the download tries it again.
     """
 
     thread_safe = True
@@ -217,8 +218,8 @@ def _read(source: str, timeout_s: float, access: dict[str, Any]) -> bytes:
         store, key = Access(**access, setting="data.source").open(source)
         return bytes(store.get(key))
     except OSError as error:
-        kinds = (FileNotFoundError, PermissionError, ConnectionError)
-        kind = next((kind for kind in kinds if isinstance(error, kind)), FileNotFoundError)
+        kinds = {PermissionError: PermissionError, ConnectionError: ConfigError}  # it was tried again already
+        kind = next((kind for of, kind in kinds.items() if isinstance(error, of)), FileNotFoundError)
         place = f"source {bare_url(source)!r} on {socket.gethostname()}: " if error.filename else ""
         raise kind(f"{place}{error}; {_SET_SOURCE}") from None
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from data.pet_names import ALPHABET, PAD, STOP, PetNames, make_windows
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import Access
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "seattle_pet_names.json"
@@ -170,9 +171,9 @@ def test_a_cache_that_cannot_be_written_is_a_warning_and_no_more(web, tmp_path):
     ("fault", "kind", "said"),
     [
         ({"status": 404}, FileNotFoundError, "404"), ({"status": 403}, PermissionError, "403"),
-        ({"status": 500}, ConnectionError, "500"), ({"delay_s": 0.5}, ConnectionError, "timed out"),
-        ({"missing_bytes": 10}, ConnectionError, ""), ({"url": "http://127.0.0.1:9/x"}, ConnectionError, "refused"),
-        ({"url": "http://no-such-host.invalid/names.json"}, ConnectionError, ""),
+        ({"status": 500}, ConfigError, "500"), ({"delay_s": 0.5}, ConfigError, "timed out"),
+        ({"missing_bytes": 10}, ConfigError, ""), ({"url": "http://127.0.0.1:9/x"}, ConfigError, "refused"),
+        ({"url": "http://no-such-host.invalid/names.json"}, ConfigError, ""),
         ({"url": "nowhere.json"}, FileNotFoundError, r"'nowhere\.json'.*/.*nowhere\.json"),
     ],
 )  # fmt: skip
