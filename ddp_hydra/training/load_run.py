@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
@@ -203,8 +204,8 @@ class OptimizerSettings:
         self.groups = [
             {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
-        own, (old, new) = vars(scheduler), (_node(config, "scheduler", name) for config in (before, now))
-        changed = _changed_keys(old, new)
+        own, new = vars(scheduler), _node(now, "scheduler", name)
+        changed = _changed_keys(before, now, "scheduler", name)
         is_plateau = isinstance(scheduler, ReduceLROnPlateau)
         self.is_torchs = not is_plateau and not isinstance(scheduler, FactorLR)
         # Arguments that a schedule of torch has made other numbers of can't be put back one by one: it begins anew.
@@ -213,10 +214,10 @@ class OptimizerSettings:
         self.depends_on_length = optimizers.depends_on_length(new)
         kept = _PLATEAU if is_plateau and not self.is_other_schedule else changed
         self.schedule = {key: own[key] for key in kept & own.keys()}
-        old, new = (_node(config, "optimizer", name) for config in (before, now))
-        self.changed = _changed_keys(old, new)
+        self.changed = _changed_keys(before, now, "optimizer", name)
         # A function that makes parameter groups may take its arguments for anything.
-        makes_groups = bool(self.changed) and optimizers.makes_groups(str(new.get("_target_")))
+        target = str(_node(now, "optimizer", name).get("_target_"))
+        makes_groups = bool(self.changed) and optimizers.makes_groups(target)
         self.is_other_optimizer = makes_groups or "_target_" in self.changed
         # With optimizer.lr_rule the learning rate depends on the global batch.
         rules = [_node(config, "optimizer").get("lr_rule") for config in (before, now)]
@@ -233,7 +234,12 @@ class OptimizerSettings:
     def put_back(self) -> None:
         for group, new in zip(self.optimizer.param_groups, self.groups, strict=True):
             changed = defaults(self.optimizer).keys() if self.is_other_optimizer else self.changed
-            group.update({key: new[key] for key in changed if key in new and key != "lr"})
+            settings = {key: new[key] for key in changed if key in new and key != "lr"}
+            if "max_momentum" in group and not self.is_other_schedule:  # a schedule cycles these
+                settings.pop("momentum", None)
+                if "betas" in settings:
+                    settings["betas"] = (group["betas"][0], *settings["betas"][1:])
+            group.update(settings)
             if self.is_other_optimizer:
                 for key in group.keys() - new.keys() - {"params", "initial_lr"}:
                     del group[key]
@@ -281,16 +287,36 @@ class OptimizerSettings:
 
 
 def _node(config: Mapping[str, Any], section: str, name: str = "") -> Any:
-    # The update called `name` may have a node of its own in the section. Each may be the interpolation of another one.
-    node: Any = OmegaConf.create(dict(config)).get(section) or {}
-    node = node.get(name) or {} if name and "_target_" not in node else node
+    node = _own_node(config, section, name)
     return OmegaConf.to_container(node) if node else {}
 
 
-def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
-    # A value that interpolates another key may have changed.
+def _own_node(config: Mapping[str, Any], section: str, name: str) -> Any:
+    # The update called `name` may have a node of its own in the section. Each may be the interpolation of another one.
+    node: Any = OmegaConf.create(dict(config)).get(section) or {}
+    return node.get(name) or {} if name and "_target_" not in node else node
+
+
+def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], section: str, name: str) -> set[str]:
     absent = object()
-    return {key for key in {**old, **new} if old.get(key, absent) != new.get(key, absent) or "${" in str(new.get(key))}
+    old, new = (_known_values(config, section, name) for config in (before, now))
+    return {key for key in {**old, **new} if old.get(key, absent) != new.get(key, absent)}
+
+
+def _known_values(config: Mapping[str, Any], section: str, name: str) -> dict[str, Any]:
+    # A value that nobody knows, as of a variable that another host has given, equals no other.
+    node = _own_node(_without_reads(dict(config)), section, name)
+    return {str(key): _known_value(node, key) for key in node}
+
+
+def _known_value(node: Any, key: Any) -> Any:
+    try:
+        value = node[key]
+        return (
+            OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
+        )
+    except OmegaConfBaseException:
+        return object()
 
 
 def _objective(config: Mapping[str, Any]) -> tuple[str, str] | None:
