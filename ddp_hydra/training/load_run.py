@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
-from ddp_hydra.config import checkpoint_config, objective, project, redact
+from ddp_hydra.config import checkpoint_config, objective, project, rank_batch, redact
 from ddp_hydra.config.project import PACKAGES
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank.world import ALONE, World
@@ -96,20 +96,25 @@ def load(
     cfg = checkpoint_config.composed(before, overrides, split=split)
     if not is_trusted:
         refuse_targets(cfg, overrides)
-    return restore_model(content, cfg)
+    return restore_model(content, cfg, words=overrides)
 
 
 def needed(content: dict[str, Any]) -> dict[str, Any]:
     weights = content["ema"] if content.get("ema") else content
-    names = ("base", "config", "data", "loss", "task", "position", "batch", PARTS_IN)
+    names = ("base", "config", "data", "loss", "task", "position", "batch", "world_size", PARTS_IN)
     kept = {name: content.get(name) for name in names}
     return {**kept, "model": weights["model"]}
 
 
-def restore_model(content: dict[str, Any], cfg: DictConfig, world: World = ALONE) -> TrainedModel:
-    # A collective, if the model is sharded.
-    if cfg.data.get("batch_size") is None:
-        cfg.data.batch_size = content["batch"]["size"]
+def restore_model(
+    content: dict[str, Any],
+    cfg: DictConfig,
+    world: World = ALONE,
+    words: Sequence[str] = (),
+    groups: Collection[str] = (),
+) -> TrainedModel:
+    # A collective, if the model is sharded. `words` and `groups` were typed.
+    cfg.data.batch_size = _batch_size(content, cfg.data, words, groups)
     device, data = builders.device(cfg), DataDescription.from_dict(content["data"])
     make, saved = partial(builders.model, cfg, data), content["model"]
     parallel = builders.inference_parallel(cfg, world)
@@ -119,6 +124,14 @@ def restore_model(content: dict[str, Any], cfg: DictConfig, world: World = ALONE
     parallel.load(content)
     parallel.model.eval()
     return TrainedModel(cfg, parallel, data, device, content["position"]["step"], content["config"])
+
+
+def _batch_size(content: Mapping[str, Any], data: DictConfig, words: Sequence[str], groups: Collection[str]) -> int:
+    # As the run has validated, unless another one was typed.
+    size, then = data.get("batch_size"), content["batch"]
+    is_typed = "data" in groups or _is_typed("data.batch_size", size, words)
+    is_then = size is None or data.get("global_batch") is not None or size == then["size"]
+    return rank_batch.size_of(then, content["world_size"]) if size is None or (is_then and not is_typed) else size
 
 
 def restore_task(
