@@ -318,18 +318,21 @@ def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], section: st
 
 def _known_values(config: Mapping[str, Any], section: str, name: str) -> dict[str, Any]:
     # A value that nobody knows, as of a variable that another host has given, equals no other.
-    node = _own_node(_without_reads(dict(config)), section, name)
+    try:
+        node = _own_node(_without_reads(dict(config)), section, name)
+    except OmegaConfBaseException:  # a whole node of such a variable is as it is now
+        return {}
     return {str(key): _known_value(node, key) for key in node}
 
 
 def _known_value(node: Any, key: Any) -> Any:
     try:
         value = node[key]
-        return (
-            OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
-        )
+        if OmegaConf.is_config(value):
+            return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException:
         return object()
+    return value
 
 
 def _objective(config: Mapping[str, Any]) -> tuple[str, str] | None:
