@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.console.text import counted
 from ddp_hydra.errors import ConfigError
@@ -71,7 +72,8 @@ def settle(cfg: DictConfig, before: Mapping[str, Any], ranks: int, first_ranks: 
     first, then = wanted = asked(cfg, first_ranks), first_ranks
     if saved := before.get("batch"):
         old = RankBatch(saved["size"], saved["micro_batches"])
-        if _asks_for(cfg, old, saved["ranks"]):
+        is_same_key = "config" not in before or _by_total(cfg) == _by_total(OmegaConf.create(dict(before["config"])))
+        if is_same_key and _asks_for(cfg, old, saved["ranks"]):
             first, then = old, saved["ranks"]
     new = first if ranks == then else redistribute(first, then, ranks)
     cfg.data.batch_size, cfg.trainer.gradient_accumulation_steps = new.size, new.micro_batches
@@ -86,6 +88,19 @@ def _asks_for(cfg: DictConfig, batch: RankBatch, ranks: int) -> bool:
     total, micro_batches = cfg.data.get("global_batch"), cfg.trainer.gradient_accumulation_steps
     is_size = cfg.data.batch_size == batch.size if total is None else total == batch.global_size(ranks)
     return is_size and bool(micro_batches == batch.micro_batches)
+
+
+def _by_total(cfg: DictConfig) -> bool:
+    # Whether data.global_batch rules, and not data.batch_size.
+    try:
+        return cfg.data.get("global_batch") is not None
+    except OmegaConfBaseException:  # of a variable that another host has
+        return True
+
+
+def size_of(batch: Mapping[str, int], ranks: int) -> int:
+    """Return the samples that each rank takes at once: `batch` is the one that the run has begun with."""
+    return redistribute(RankBatch(batch["size"], batch["micro_batches"]), batch["ranks"], ranks).size
 
 
 def describe_change(old: RankBatch, old_ranks: int, new: RankBatch, new_ranks: int) -> str:

@@ -261,6 +261,7 @@ def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
         raise
     except (OSError, ValueError, TypeError, LookupError, ImportError, AttributeError) as error:
         if text.may_pass(error) and not text.is_ours(error):  # our stores have tried again
+            error.add_note(f"raised while {node.get('_target_')} was made")
             raise
         raise ConfigError(f"{node.get('_target_')}: {reason_of(error, node)}") from error
 

@@ -6,6 +6,7 @@ Errors are shown with the user's own files, by the paths that the user knows, in
 from __future__ import annotations
 
 import difflib
+import errno
 import math
 import os
 import re
@@ -173,6 +174,16 @@ _DETERMINISTIC = (
 )  # fmt: skip
 _OF_THE_HOST = re.compile(r"thread|process|worker|mmap|shared|file|disk|resource", re.IGNORECASE)
 """The same for one that no code of the project has raised."""
+_PASSING = {
+    getattr(errno, name)
+    for name in (
+        "EAGAIN", "EBUSY", "EINTR", "EIO", "EMFILE", "ENFILE", "ENOBUFS", "ENOMEM", "ENOSPC", "EDQUOT", "ESTALE",
+        "EADDRINUSE", "EADDRNOTAVAIL", "ECOMM", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETRESET", "ENETUNREACH",
+        "ENOLINK", "ENOTCONN", "EPROTO", "EREMOTEIO",
+    )
+    if hasattr(errno, name)
+}  # fmt: skip
+"""Numbers of errors of a disk, a host or a network that may be gone the next time."""
 _TEMPORARY = re.compile(r"CUDA|cu[A-Z]{3,}|NCCL|gloo|HIP|memory|connection|socket|time(d )?out", re.IGNORECASE)
 """Matches a RuntimeError of torch that may come from outside of the project's code."""
 
@@ -243,11 +254,11 @@ def may_pass(error: BaseException) -> bool:
     """Tell whether an OSError is one of a network or a disk, or was raised because of one, as those of requests."""
     cause: BaseException | None = error if isinstance(error, OSError) else None
     while cause is not None:
-        # A file that is not there, or not allowed, is of a class of its own.
-        of_disk = type(cause) is OSError and cause.errno is not None
-        if of_disk or isinstance(cause, ConnectionError | TimeoutError | socket.gaierror):
+        if isinstance(cause, ConnectionError | TimeoutError | socket.gaierror):
             return True
-        cause = cause.__cause__ or cause.__context__
+        if isinstance(cause, OSError) and cause.errno in _PASSING:
+            return True
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return False
 
 

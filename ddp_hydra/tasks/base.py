@@ -115,7 +115,10 @@ class Task:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint, whose tensors are on the CPU."""
+        """Restore the state of a checkpoint, whose tensors are on the CPU.
+
+        With `trainer.on_nonfinite`, it may be an empty one, `{}`, if that is what `state_dict` has returned.
+        """
 
     def updates(self, step: int) -> Sequence[str]:
         """Return the updates of a step, in order: "" alone updates the whole model.

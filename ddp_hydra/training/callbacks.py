@@ -19,7 +19,7 @@ from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training.cadence import is_due
 from ddp_hydra.training.parallel import parameter_groups
 from ddp_hydra.training.state import TrainingState, each
-from ddp_hydra.training.task_state import load_part
+from ddp_hydra.training.task_state import load_part, refusals
 
 BINS = 64
 
@@ -58,7 +58,10 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint: before `on_start`, and where a run goes back to an earlier step."""
+        """Restore the state of a checkpoint: before `on_start`, and where a run goes back to an earlier step.
+
+        A rollback gives an empty one, `{}`, too, if that is what `state_dict` has returned.
+        """
 
 
 class RunView:
@@ -195,7 +198,7 @@ class RunView:
         """
         signal = self._run.stop_signal
         if not signal.asked:
-            signal.why = str(reason)
+            signal.why, signal.asked_after = str(reason), self.step
             if not done:
                 results.warn(f"a callback asked to stop after step {self.step}: {reason}")
         signal.asked = signal.asked or heartbeat.REASONS.index("done" if done else "callback")
@@ -300,7 +303,7 @@ class Callbacks:
             if name not in self.started:
                 if name in self.loaded:
                     found[name] = self.loaded[name]
-            elif type(callback).state_dict is not Callback.state_dict:
+            elif getattr(callback.state_dict, "__func__", None) is not Callback.state_dict:
                 state = callback.state_dict()
                 found[name] = {"ranks": self.of_ranks.get(name, [state])} if callback.on_each_rank else state
         return found
@@ -314,13 +317,24 @@ class Callbacks:
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Restore the state of the callbacks that the checkpoint knows."""
         self.loaded = states
-        for name, callback in self.callbacks.items():
-            state = states.get(name)
-            if state and callback.on_each_rank:
-                state = state["ranks"][self.world.rank % len(state["ranks"])]
-            # A rollback may go back to an empty one.
-            if state or (state is not None and name in self.started and callback.state_dict()):
-                load_part(callback, "callback", f"callbacks.{name} ({type(callback).__name__})", state)
+        for name, state in self._of_this_rank(states).items():
+            if state:
+                load_part(self.callbacks[name], "callback", self._shown(name), state)
+
+    def empty(self, states: Mapping[str, Any]) -> dict[str, str]:
+        """Go back to the states that are empty. Return why a callback does not take it, by its name."""
+        empty = [name for name, state in self._of_this_rank(states).items() if not state]
+        return refusals({self._shown(name): self.callbacks[name] for name in empty})
+
+    def _of_this_rank(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        found = {name: states[name] for name in self.callbacks if name in states}
+        for name, state in found.items():
+            if state and self.callbacks[name].on_each_rank:
+                found[name] = state["ranks"][self.world.rank % len(state["ranks"])]
+        return found
+
+    def _shown(self, name: str) -> str:
+        return f"callbacks.{name} ({type(self.callbacks[name]).__name__})"
 
 
 class Histograms(Callback):

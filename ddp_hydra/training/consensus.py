@@ -151,12 +151,13 @@ class StopSignal:
 
     Attributes:
         asked: the reason why a callback asks to stop, a number of `heartbeat.REASONS`; 0 for none.
+        asked_after: the step after which it has asked.
         why: the callback's reason in words.
     """
 
     def __init__(self, time_limit_s: float | None = None) -> None:
         self.deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-        self.asked, self.why = 0, ""
+        self.asked, self.asked_after, self.why = 0, 0, ""
 
     def reason(self) -> int:
         if self.deadline is not None and time.monotonic() >= self.deadline:

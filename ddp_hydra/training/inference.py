@@ -75,7 +75,7 @@ def opened(job: Mapping[str, Any], checkpoint: str, world: World) -> Iterator[In
     if cfg.data.get(split) is None:
         raise ConfigError(f"this run has no data.{split}: choose a data set with data=<group>, or give split=train")
     builders.set_float32(cfg)
-    trained = load_run.restore_model(content, cfg, world)
+    trained = load_run.restore_model(content, cfg, world, job["overrides"], job["groups"])
     with build_data.opened(cfg, split, trained.device, trained.data, world) as data:
         check_data(trained.data, DataDescription.of(data), f"data.{split}", world)
         with seeded_as(cfg.seed, 0, 1):  # what the task has drawn and not changed is in no checkpoint

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
-from ddp_hydra.config import checkpoint_config, objective, project, redact
+from ddp_hydra.config import checkpoint_config, objective, project, rank_batch, redact
 from ddp_hydra.config.project import PACKAGES
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank.world import ALONE, World
@@ -95,20 +96,25 @@ def load(
     cfg = checkpoint_config.composed(before, overrides, split=split)
     if not is_trusted:
         refuse_targets(cfg, overrides)
-    return restore_model(content, cfg)
+    return restore_model(content, cfg, words=overrides)
 
 
 def needed(content: dict[str, Any]) -> dict[str, Any]:
     weights = content["ema"] if content.get("ema") else content
-    names = ("base", "config", "data", "loss", "task", "position", "batch", PARTS_IN)
+    names = ("base", "config", "data", "loss", "task", "position", "batch", "world_size", PARTS_IN)
     kept = {name: content.get(name) for name in names}
     return {**kept, "model": weights["model"]}
 
 
-def restore_model(content: dict[str, Any], cfg: DictConfig, world: World = ALONE) -> TrainedModel:
-    # A collective, if the model is sharded.
-    if cfg.data.get("batch_size") is None:
-        cfg.data.batch_size = content["batch"]["size"]
+def restore_model(
+    content: dict[str, Any],
+    cfg: DictConfig,
+    world: World = ALONE,
+    words: Sequence[str] = (),
+    groups: Collection[str] = (),
+) -> TrainedModel:
+    # A collective, if the model is sharded. `words` and `groups` were typed.
+    cfg.data.batch_size = _batch_size(content, cfg.data, words, groups)
     device, data = builders.device(cfg), DataDescription.from_dict(content["data"])
     make, saved = partial(builders.model, cfg, data), content["model"]
     parallel = builders.inference_parallel(cfg, world)
@@ -118,6 +124,14 @@ def restore_model(content: dict[str, Any], cfg: DictConfig, world: World = ALONE
     parallel.load(content)
     parallel.model.eval()
     return TrainedModel(cfg, parallel, data, device, content["position"]["step"], content["config"])
+
+
+def _batch_size(content: Mapping[str, Any], data: DictConfig, words: Sequence[str], groups: Collection[str]) -> int:
+    # As the run has validated, unless another one was typed.
+    size, then = data.get("batch_size"), content["batch"]
+    is_typed = "data" in groups or _is_typed("data.batch_size", size, words)
+    is_then = size is None or data.get("global_batch") is not None or size == then["size"]
+    return rank_batch.size_of(then, content["world_size"]) if size is None or (is_then and not is_typed) else size
 
 
 def restore_task(
@@ -203,8 +217,8 @@ class OptimizerSettings:
         self.groups = [
             {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
-        own, (old, new) = vars(scheduler), (_node(config, "scheduler", name) for config in (before, now))
-        changed = _changed_keys(old, new)
+        own, new = vars(scheduler), _node(now, "scheduler", name)
+        changed = _changed_keys(before, now, "scheduler", name)
         is_plateau = isinstance(scheduler, ReduceLROnPlateau)
         self.is_torchs = not is_plateau and not isinstance(scheduler, FactorLR)
         # Arguments that a schedule of torch has made other numbers of can't be put back one by one: it begins anew.
@@ -213,10 +227,10 @@ class OptimizerSettings:
         self.depends_on_length = optimizers.depends_on_length(new)
         kept = _PLATEAU if is_plateau and not self.is_other_schedule else changed
         self.schedule = {key: own[key] for key in kept & own.keys()}
-        old, new = (_node(config, "optimizer", name) for config in (before, now))
-        self.changed = _changed_keys(old, new)
+        self.changed = _changed_keys(before, now, "optimizer", name)
         # A function that makes parameter groups may take its arguments for anything.
-        makes_groups = bool(self.changed) and optimizers.makes_groups(str(new.get("_target_")))
+        target = str(_node(now, "optimizer", name).get("_target_"))
+        makes_groups = bool(self.changed) and optimizers.makes_groups(target)
         self.is_other_optimizer = makes_groups or "_target_" in self.changed
         # With optimizer.lr_rule the learning rate depends on the global batch.
         rules = [_node(config, "optimizer").get("lr_rule") for config in (before, now)]
@@ -233,7 +247,12 @@ class OptimizerSettings:
     def put_back(self) -> None:
         for group, new in zip(self.optimizer.param_groups, self.groups, strict=True):
             changed = defaults(self.optimizer).keys() if self.is_other_optimizer else self.changed
-            group.update({key: new[key] for key in changed if key in new and key != "lr"})
+            settings = {key: new[key] for key in changed if key in new and key != "lr"}
+            if "max_momentum" in group and not self.is_other_schedule:  # a schedule cycles these
+                settings.pop("momentum", None)
+                if "betas" in settings:
+                    settings["betas"] = (group["betas"][0], *settings["betas"][1:])
+            group.update(settings)
             if self.is_other_optimizer:
                 for key in group.keys() - new.keys() - {"params", "initial_lr"}:
                     del group[key]
@@ -281,16 +300,39 @@ class OptimizerSettings:
 
 
 def _node(config: Mapping[str, Any], section: str, name: str = "") -> Any:
-    # The update called `name` may have a node of its own in the section. Each may be the interpolation of another one.
-    node: Any = OmegaConf.create(dict(config)).get(section) or {}
-    node = node.get(name) or {} if name and "_target_" not in node else node
+    node = _own_node(config, section, name)
     return OmegaConf.to_container(node) if node else {}
 
 
-def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
-    # A value that interpolates another key may have changed.
+def _own_node(config: Mapping[str, Any], section: str, name: str) -> Any:
+    # The update called `name` may have a node of its own in the section. Each may be the interpolation of another one.
+    node: Any = OmegaConf.create(dict(config)).get(section) or {}
+    return node.get(name) or {} if name and "_target_" not in node else node
+
+
+def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], section: str, name: str) -> set[str]:
     absent = object()
-    return {key for key in {**old, **new} if old.get(key, absent) != new.get(key, absent) or "${" in str(new.get(key))}
+    old, new = (_known_values(config, section, name) for config in (before, now))
+    return {key for key in {**old, **new} if old.get(key, absent) != new.get(key, absent)}
+
+
+def _known_values(config: Mapping[str, Any], section: str, name: str) -> dict[str, Any]:
+    # A value that nobody knows, as of a variable that another host has given, equals no other.
+    try:
+        node = _own_node(_without_reads(dict(config)), section, name)
+    except OmegaConfBaseException:  # a whole node of such a variable is as it is now
+        return {}
+    return {str(key): _known_value(node, key) for key in node}
+
+
+def _known_value(node: Any, key: Any) -> Any:
+    try:
+        value = node[key]
+        if OmegaConf.is_config(value):
+            return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException:
+        return object()
+    return value
 
 
 def _objective(config: Mapping[str, Any]) -> tuple[str, str] | None:

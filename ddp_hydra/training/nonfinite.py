@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,8 @@ class NonFiniteHandler:
         self.task_buffers = BufferCopy(*(of_task if policy != "abort" else ()), removes_new=True)
         self.moving: set[str] = set()  # the task's modules that its steps write
         self.copies: dict[nn.Parameter, Tensor] = {}  # of their parameters, and of the loss's that no optimizer trains
-        self.put_rest_back: Callable[[], None] | None = None
+        self.put_rest_back: Callable[[], dict[str, str]] | None = None
+        self.told: set[str] = set()
         self.is_first = True
         self.checkpoint: Callable[[], dict[str, Any]] | None = None
         self.checkpoint_buffers: list[BufferCopy] = []
@@ -128,7 +129,7 @@ class NonFiniteHandler:
             if not all(one in self.copies for one in self.task.moved_of_loss()):
                 self.task.build_loss_again()
         if self.put_rest_back is not None:
-            self.put_rest_back()
+            self._tell(self.put_rest_back(), rank)
             self.put_rest_back = None
         if not goes_back:
             return False
@@ -138,11 +139,23 @@ class NonFiniteHandler:
         for buffers in self.checkpoint_buffers:  # torch's load_state_dict gives none another shape
             buffers.put_back()
         self.state.restore(content)
+        for name in ("task", "callbacks"):
+            if name in content:
+                self._tell(self.state.extras[name].empty(content[name]), rank)
         self.state.nonfinite = failed
         results.emit(RolledBack(), self.state.position.step)
         record(step, found, rank, samples)  # after that: writers drop what comes before it from later steps
         self.recorded = step
         return True
+
+    def _tell(self, refusals: Mapping[str, str], rank: int) -> None:
+        for name, reason in refusals.items():
+            if rank == 0 and name not in self.told:
+                self.told.add(name)
+                results.warn(
+                    f"{name} keeps the state that it has: it was empty where the run goes back to, and load_state_dict "
+                    f"does not take {{}} ({reason}): have it take {{}}, or return all keys in state_dict"
+                )
 
     def _message(self, step: int, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> str:
         gradients = found.gradients

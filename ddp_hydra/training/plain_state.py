@@ -90,12 +90,8 @@ _KINDS = {
     "wrapped": Kind(
         lambda v: isinstance(v, torch.Tensor) and is_wrapped(v), lambda v: _flattened(v), lambda v: _unflattened(*v)
     ),
-    # The ones whose keys or members are saved as dicts, which are no keys.
-    "items": Kind(
-        lambda v: type(v) in _DICTS.values(),
-        lambda v: [type(v).__name__, list(map(list, v.items()))],
-        lambda v: _DICTS[v[0]](dict(v[1])),
-    ),
+    # The ones whose keys or members are saved as dicts, which are no keys. `encode` takes the former apart itself.
+    "items": Kind(lambda v: False, lambda v: v, lambda v: _DICTS[v[0]](dict(v[1]))),
     "set": _exactly(set, list, set),
     "frozenset": _exactly(frozenset, list, frozenset),
     # `weights_only` reads no empty bytes.
@@ -120,12 +116,12 @@ def encode(value: Any, name: str = "", copy: Plain | None = None) -> Any:
         return copy(value, name)
     if type(value) in _AS_THEY_ARE:
         return value
-    if type(value) in _DICTS.values() and _are_hashable(encode(key, f"{name}, a key") for key in value):
-        return rebuilt(
-            value,
-            lambda key, part: (encode(key, f"{name}, a key"), encode(part, _inside(name, key), copy)),
-            lambda metadata: encode(metadata, name),
-        )
+    if type(value) in _DICTS.values():
+        items = [(encode(key, f"{name}, a key"), encode(part, _inside(name, key), copy)) for key, part in value.items()]
+        if not _are_hashable(key for key, _ in items):
+            return {KIND: "items", "value": [type(value).__name__, list(map(list, items))]}
+        encoded = iter(items)
+        return rebuilt(value, lambda *_: next(encoded), lambda metadata: encode(metadata, name))
     if type(value) in _SEQUENCES:
         parts = [encode(part, f"{name}[{number}]", copy) for number, part in enumerate(value)]
         if type(value) is not set or _are_hashable(parts):

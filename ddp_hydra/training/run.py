@@ -316,9 +316,9 @@ class TrainingRun:
         if not self.nonfinite.handle(found, self.rank, samples):
             return False
         self.stop = 0  # the next step will stop the run: only then there is something to save
-        if self.ended_by_callback:  # the callback will ask again
-            self.stop_signal.asked, self.ended_by_callback = 0, False
-            self.cadence = replace(self.cadence, total_steps=self.total_steps)
+        self.ended_by_callback, self.cadence = False, replace(self.cadence, total_steps=self.total_steps)
+        if self.stop_signal.asked_after > self.position.step:  # the callback will ask again
+            self.stop_signal.asked = 0
         self.logged_at = self.position.step
         self.monitor.meter.clear()  # the steps since the last logged point are taken again
         self.monitor.throughput.interval(self.position.samples)

@@ -66,7 +66,7 @@ class TaskState:
         self.built = {name: checksum_of(part) for name, part in self.modules.items()}
         self.built_loss = checksum(frozen_of_loss(self.task).values())
         self.infinite = {name for name, one in self.named_weights() if not is_finite(one)}
-        self.tells_own = type(self.task).state_dict is not Task.state_dict
+        self.tells_own = getattr(self.task.state_dict, "__func__", None) is not Task.state_dict
         self.values: dict[str, Any] = {}
         self.told: set[str] = set()
 
@@ -123,11 +123,12 @@ class TaskState:
         for name in names:
             load_part(self.parts[name], "task", f"{type(self.task).__name__}.{name}", made[name].state_dict())
 
-    def copy_rest(self, moving: Collection[str]) -> Callable[[], None]:
-        # Copy what the task and its loss keep outside of their modules' tensors. The function puts it back. Of modules
-        # that steps do not write, nothing is copied.
-        owners: dict[str, Any] = {"own": self.task} if self.tells_own else {}
-        owners |= {f"parts.{name}": part for name, part in self.parts.items() if name not in self.built}
+    def copy_rest(self, moving: Collection[str]) -> Callable[[], dict[str, str]]:
+        # Copy what the task and its loss keep outside of their modules' tensors. The function puts it back, and returns
+        # `refusals`. Of modules that steps do not write, nothing is copied.
+        kind = type(self.task).__name__
+        owners: dict[str, Any] = {kind: self.task} if self.tells_own else {}
+        owners |= {f"{kind}.{name}": part for name, part in self.parts.items() if name not in self.built}
         clone = plain_state.once(lambda tensor, _: tensor.detach().clone(), {})
         copied = plain_state.encode({name: one.state_dict() for name, one in owners.items()}, "task", clone)
         extra: dict[nn.Module, Any] = {}
@@ -137,11 +138,14 @@ class TaskState:
                 with contextlib.suppress(CheckpointError):  # a checkpoint can't hold it either, and says so
                     extra[module] = plain_state.encode(module.get_extra_state(), copy=clone)
 
-        def put_back() -> None:
-            for name, state in plain_state.decode(copied).items():
-                owners[name].load_state_dict(state)
+        def put_back() -> dict[str, str]:
+            states = plain_state.decode(copied)
+            for name, state in states.items():
+                if state:
+                    owners[name].load_state_dict(state)
             for module, state in extra.items():
                 module.set_extra_state(plain_state.decode(state))
+            return refusals({name: owners[name] for name, state in states.items() if not state})
 
         return put_back
 
@@ -150,9 +154,12 @@ class TaskState:
         self.build_again(self.changed() - given.keys())  # they have changed since that checkpoint
         for name, saved in given.items():
             load_part(self.parts[name], "task", f"{type(self.task).__name__}.{name}", saved)
-        own = state["own"]
-        if own or (own is not None and self.task.state_dict()):  # a rollback may go back to an empty one
+        if own := state["own"]:
             load_part(self.task, "task", type(self.task).__name__, own)
+
+    def empty(self, state: Mapping[str, Any]) -> dict[str, str]:
+        # Go back to a state of the task's own that is empty.
+        return refusals({type(self.task).__name__: self.task} if state["own"] == {} else {})
 
     def tell_unsaved(self, *modules: nn.Module) -> None:
         # Checkpoints have the modules, as the trained model, also where the task holds them. The first call is after a
@@ -247,6 +254,18 @@ def load_part(part: Any, group: str, name: str, saved: Any) -> None:
             raise CheckpointError(f"{what}: {late}") from error
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise CheckpointError(f"{what} ({reason}): resume with the {group} that the run was made with") from error
+
+
+def refusals(parts: Mapping[str, Any]) -> dict[str, str]:
+    # Give these parts an empty state. Return why a part does not take it, by its name.
+    found: dict[str, str] = {}
+    for name, part in parts.items():
+        if part.state_dict():
+            try:
+                part.load_state_dict({})
+            except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+                found[name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return found
 
 
 def with_extra_state(part: nn.Module) -> list[nn.Module]:

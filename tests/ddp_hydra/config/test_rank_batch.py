@@ -95,6 +95,17 @@ def test_a_resume_keeps_the_global_batch_unless_another_one_is_asked_for(first):
     assert settled(config(size=5), saved, 2, 2)[::2] == (RankBatch(5, 1), "")
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "shared"), [({"total": 32}, {"size": 8}, (8, 1)), ({"size": 8}, {"total": 32}, (16, 1))]
+)
+def test_a_resume_that_types_the_other_one_of_the_two_keys_has_its_batch(first, then, shared):
+    before = config(**first)
+    kept = OmegaConf.to_container(before)
+    saved = settled(before, {}, 4, 4)[1] | {"config": kept}
+    assert settled(config(**then), saved, 2, 2)[::2] == (RankBatch(*shared), "")
+    assert settled(config(**first), saved, 2, 2)[0] == RankBatch(8, 2)
+
+
 def test_a_resume_has_the_batch_of_a_variable_that_the_config_reads(monkeypatch):
     monkeypatch.setenv("BATCH", "8")
     _, saved, _ = settled(config("${oc.decode:${oc.env:BATCH}}"), {}, 4, 4)

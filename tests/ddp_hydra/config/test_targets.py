@@ -151,9 +151,27 @@ def missing() -> None:
     Path("/no/such/file").read_bytes()
 
 
+def read_only() -> None:
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+def not_cached() -> None:
+    try:
+        raise ConnectionError("refused")
+    except ConnectionError:
+        raise OSError("it is not in the cache") from None
+
+
 @pytest.mark.parametrize("name", ["refused", "stale"])
 def test_a_fault_of_a_network_or_a_disk_is_no_mistake(name):
-    with pytest.raises(OSError, match=r"refused|Stale"):
+    with pytest.raises(OSError, match=r"refused|Stale") as caught:
+        targets.make(OmegaConf.create({"_target_": f"{__name__}.{name}"}))
+    assert caught.value.__notes__ == [f"raised while {__name__}.{name} was made"]
+
+
+@pytest.mark.parametrize("name", ["read_only", "not_cached"])
+def test_a_fault_that_stays_is_a_mistake(name):
+    with pytest.raises(ConfigError, match=rf"{name}: .*(Read-only|not in the cache)"):
         targets.make(OmegaConf.create({"_target_": f"{__name__}.{name}"}))
 
 

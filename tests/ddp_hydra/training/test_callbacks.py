@@ -196,6 +196,65 @@ def test_a_rollback_goes_back_to_a_state_that_was_empty(train):
     assert read(rolled.last)["callbacks"] == {"it": {"steps": [1, 2, 3, 4]}}
 
 
+class Picky(Seldom):
+    """Takes no empty state."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def test_a_callback_that_takes_no_empty_state_keeps_its_own_and_is_named(train, capsys):
+    parts = with_callbacks(it=(f"{HERE}.Picky", {}))
+    run = train(fault=["nan,step=3"], on_nonfinite="rollback", parts=parts, epochs=1)
+    assert capsys.readouterr().err.count("callbacks.it (Picky) keeps the state that it has") == 1
+    assert run.value["steps"] == STEPS
+
+
+class OfInstance(Callback):
+    """Has a state that no class defines."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.state_dict = lambda: {"n": self.n}
+
+    def on_step(self, run: Any) -> None:
+        self.n += 1
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n = state["n"]
+
+
+def test_a_state_that_the_instance_defines_is_saved(train):
+    run = train(parts=with_callbacks(it=(f"{HERE}.OfInstance", {})), epochs=1)
+    assert read(run.last)["callbacks"] == {"it": {"n": STEPS}}
+
+
+class OnRankOne(Callback):
+    """Has a state on rank 1 only."""
+
+    on_each_rank = True
+
+    def __init__(self) -> None:
+        self.loaded: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+def test_states_of_ranks_are_saved_also_where_rank_0_has_none():
+    model = nn.Linear(1, 1)
+    made = Callbacks({"one": OnRankOne()}, SimpleNamespace(model=model))
+    made.gather(lambda own: [own, {"n": 1}])
+    assert made.state_dict() == {"one": {"ranks": [{}, {"n": 1}]}}
+    for rank, state in ((0, None), (1, {"n": 1})):
+        made.world = SimpleNamespace(rank=rank)
+        made.load_state_dict(made.state_dict())
+        assert made.callbacks["one"].loaded == state
+
+
 class Renamed(Diary):
     """Reads another key than the former class has written."""
 
@@ -257,14 +316,14 @@ def test_without_a_validation_set_epochs_count(train):
 
 class Mode(Callback):
     def on_validation(self, run: Any) -> None:
-        run.log({"my/training": run.model.training})
+        run.log({"my/training": run.model.training, "my/average": run.average is not None and run.average.training})
 
 
-@pytest.mark.parametrize(("ema_decay", "val"), [(0.9, 5), (None, 0)])
+@pytest.mark.parametrize(("ema_decay", "val"), [(0.9, 5), (0.9, 0), (None, 0)])
 def test_a_validation_leaves_the_model_in_evaluation_mode_for_callbacks(train, ema_decay, val):
     parts = {**with_callbacks(mode=(f"{HERE}.Mode", {})), **BY_LOSS}
     run = train(parts=parts, ema_decay=ema_decay, val=val, validate_every_steps=3)
-    assert {value for _, value in run.metrics("my/training")} == {0}
+    assert {value for name in ("my/training", "my/average") for _, value in run.metrics(name)} == {0}
 
 
 class Scores(Callback):
@@ -393,17 +452,29 @@ def test_one_may_call_the_run_done_which_is_validated_then(train):
 
 
 class SatisfiedBy(Callback):
-    """Calls the run done after some step."""
+    """Asks for the end at some step."""
 
-    def on_step(self, run: Any) -> None:
-        if run.step == 5:
-            run.stop("good enough")
+    def __init__(self, event: str, step: int, done: bool = True) -> None:
+        self.step, self.done = step, done
+        setattr(self, f"on_{event}", self._look)
+
+    def _look(self, run: Any) -> None:
+        if run.step == self.step:
+            run.stop("good enough", done=self.done)
 
 
-def test_a_run_that_is_done_ends_where_it_was_asked_to_also_after_a_rollback(train):
-    parts = with_callbacks(it=(f"{HERE}.SatisfiedBy", {}))
-    run = train(parts=parts, fault=["nan,step=6"], on_nonfinite="rollback", checkpoint_every_epochs=0)
-    assert (run.value["steps"], run.value["stopped_early"], run.steps_saved) == (6, "good enough", [6])
+@pytest.mark.parametrize("done", [True, False])
+@pytest.mark.parametrize("every", [0, 5])
+@pytest.mark.parametrize(("event", "step"), [("step", 5), ("checkpoint", 5), ("start", 0)])
+def test_a_run_ends_where_it_was_asked_to_also_after_a_rollback(train, event, step, every, done):
+    parts = with_callbacks(it=(f"{HERE}.SatisfiedBy", {"event": event, "step": step, "done": done}))
+    options = {"on_nonfinite": "rollback", "checkpoint_every_epochs": 0, "checkpoint_every_steps": every}
+    run = train(parts=parts, fault=[f"nan,step={step + 1}"], **options)
+    expected = step + 1 if every or event != "checkpoint" else 2 * STEPS
+    assert (run.value["steps"], run.steps_saved[-1]) == (expected, expected)
+    if expected < 2 * STEPS:
+        ends = ("", "good enough") if done else ("callback", "")
+        assert (run.value["interrupted"], run.value["stopped_early"]) == ends
 
 
 @pytest.mark.medium

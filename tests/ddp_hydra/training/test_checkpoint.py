@@ -22,7 +22,7 @@ from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.record import Checkpoint
 from ddp_hydra.training import lr_schedules, sharded_checkpoint
-from ddp_hydra.training.checkpoint import CheckpointSaver, load_fitting, read, write
+from ddp_hydra.training.checkpoint import CheckpointSaver, finite_check, load_fitting, read, write
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.parallel.weights import Ema
 from ddp_hydra.training.plain_state import KIND
@@ -77,6 +77,14 @@ def test_rank_0_alone_saves_what_other_ranks_have_with_other_values():
         "model.1.running_var",
         "optimizer.state.0.weight.momentum_buffer",
     } <= run.names_of_rank_0()
+
+
+def test_the_check_of_a_checkpoint_in_a_thread_looks_at_no_module(monkeypatch):
+    run = state()  # a step may make a module or a buffer meanwhile
+    content, check = run.begin_capture()(), finite_check(run)
+    for name in ("named_modules", "named_parameters", "named_buffers"):
+        monkeypatch.delattr(nn.Module, name)
+    check(content)
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])

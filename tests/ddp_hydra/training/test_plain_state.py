@@ -209,10 +209,21 @@ class Own:
         ({"optimizer": {"fn": lambda: None}}, r"optimizer: fn is a builtins\.function"),
         ({"model": {"x": np.array([None])}}, r"model: x is a numpy\.ndarray"),
         ({"model": {"x": np.datetime64("2026-01-01")}}, r"model: x is a numpy\.datetime64"),
+        ({"task": {"a": {np.int64(3): {"b": Own()}}}}, r"task: a\.3\.b is a .*Own"),
         ({"model": {Own(): 1}}, r"model, a key is a .*Own"),
         ({"model": collections.defaultdict(lambda: 1)}, r"model is a collections\.defaultdict"),
     ],
-    ids=["an object", "a class", "a lock", "a function", "an array of objects", "a date", "a key", "a factory"],
+    ids=[
+        "an object",
+        "a class",
+        "a lock",
+        "a function",
+        "an array of objects",
+        "a date",
+        "below a number",
+        "a key",
+        "a factory",
+    ],
 )
 def test_another_value_is_refused_by_its_name(value, named):
     with pytest.raises(CheckpointError, match=f"^{named}"):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddp_hydra.errors import CheckpointError
+from ddp_hydra.training.callbacks import Callback
 from ddp_hydra.training.checkpoint import read
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, STEPS, Run, check_resume, flat
 
@@ -158,6 +159,58 @@ def test_a_resume_has_the_value_of_a_key_that_a_list_refers_to(train):
     first, again = optimized("Adam", betas=["${share}", 0.9]), optimized("Adam", betas=["${share}", 0.9])
     begun = train(whole={**first, "share": 0.5}, stop_at=("forward", 4))
     assert groups(train(whole={**again, "share": 0.8}, resume=begun.last))["betas"] == (0.8, 0.9)
+
+
+ADAM, SGD = ({"_target_": f"torch.optim.{name}", "lr": 0.01} for name in ("Adam", "SGD"))
+CYCLIC = {
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 9},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 3},
+}
+
+
+@pytest.mark.parametrize("name", CYCLIC)
+@pytest.mark.parametrize("value", ["${share}", "${oc.decode:${oc.env:SHARE}}"])
+def test_a_schedule_goes_on_to_cycle_what_an_interpolation_gives(train, name, value, monkeypatch):
+    monkeypatch.setenv("SHARE", "0.9")
+    schedule = {"_target_": f"torch.optim.lr_scheduler.{name}", **CYCLIC[name]}
+    for optimizer in (ADAM | {"betas": [value, 0.99]}, SGD | {"momentum": value}):
+        check_resume(train, ("update", 5), whole={"share": 0.9, "optimizer": optimizer, "scheduler": schedule})
+
+
+def test_a_resume_has_the_second_of_the_betas_whose_first_is_cycled(train):
+    schedule = {"_target_": "torch.optim.lr_scheduler.OneCycleLR", **CYCLIC["OneCycleLR"]}
+    whole = {"optimizer": ADAM | {"betas": [0.9, "${share}"]}, "scheduler": schedule}
+    stopped = train(stop_at=("update", 5), whole={**whole, "share": 0.99})
+    run = train(resume=stopped.last, whole={**whole, "share": 0.5})
+    there, here = (groups(one)["betas"] for one in (train(whole={**whole, "share": 0.99}), run))
+    assert here == (there[0], 0.5)
+
+
+class Marked(torch.optim.lr_scheduler.LRScheduler):
+    """A schedule that makes something else of its argument, and counts what no replay counts."""
+
+    def __init__(self, optimizer: Any, marks: Any) -> None:
+        self.highest, self.seen = max(marks), 0
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [rate / (1 + self.seen) for rate in self.base_lrs]
+
+
+class Sees(Callback):
+    changes_training = True
+
+    def on_validation(self, run: Any) -> None:
+        run._run.state.scheduler.seen += 1
+
+
+@pytest.mark.parametrize("first", [1, "${one}"])
+def test_a_list_with_an_interpolation_that_gives_the_same_changes_nothing(train, first):
+    here = __name__
+    seen = {"sees": {"_target_": f"{here}.Sees"}}
+    marked = {"_target_": f"{here}.Marked", "marks": [first, 2]}
+    whole, _ = check_resume(train, ("update", 6), whole={"one": 1, "scheduler": marked, "callbacks": seen})
+    assert read(whole.last)["scheduler"]["seen"] == 2
 
 
 @pytest.mark.parametrize("name", ["optimizer", "scheduler", "task"])

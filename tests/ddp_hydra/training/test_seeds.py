@@ -70,8 +70,8 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-def evaluated(checkpoint: Path) -> float:
-    with inference.opened(JOB, str(checkpoint), ALONE) as opened:
+def evaluated(checkpoint: Path, *words: str) -> float:
+    with inference.opened(JOB | {"overrides": words}, str(checkpoint), ALONE) as opened:
         trained = opened.trained
         evaluation = builders.evaluation(trained.cfg, opened.data, opened.task, trained.device, trained.parallel)
         return evaluation.run(trained.model, lambda: 0)["val/loss"]
@@ -88,6 +88,15 @@ def test_a_validation_draws_the_same_in_a_resumed_run(train, stop_at):
 def test_an_evaluation_draws_as_the_validation_of_the_run(train):
     run = train(whole=GIVEN)
     assert evaluated(run.last) == evaluated(run.last) == run.metrics("val/loss")[-1][1]
+
+
+@pytest.mark.parametrize(
+    "data", [{"batch_size": 3, "global_batch": 2}, {"batch_size": None, "global_batch": 2}], ids=str
+)
+def test_an_evaluation_has_the_batch_size_of_the_run(train, data):
+    run = train(whole={**GIVEN, "data": {**GIVEN["data"], **data}})
+    assert evaluated(run.last) == run.metrics("val/loss")[-1][1]
+    assert evaluated(run.last, "data.batch_size=3") != evaluated(run.last)
 
 
 def test_a_validation_leaves_the_generators_as_they_were(train):

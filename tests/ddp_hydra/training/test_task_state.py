@@ -155,6 +155,39 @@ def test_a_rollback_goes_back_to_a_state_that_was_empty(train):
     assert read(run.last)["task"]["own"] == {"n": 3}
 
 
+class Picky(Seldom):
+    """Takes no empty state."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n = state["n"]
+
+
+@pytest.mark.parametrize(("policy", "bad"), [("skip", 1), ("rollback", 3), ("rollback", 1)])
+def test_a_task_that_takes_no_empty_state_keeps_its_own_and_is_named_once(train, policy, bad, capsys):
+    run = train(whole=parts_of(Picky), fault=[f"nan,step={bad}"], on_nonfinite=policy, epochs=1)
+    assert capsys.readouterr().err.count("Picky keeps the state that it has") == 1
+    assert run.value["steps"] == 4
+
+
+def test_an_empty_state_of_a_checkpoint_is_not_given_to_a_resumed_task(train, tmp_path):
+    stopped = train(whole=parts_of(Kept), stop_at=("update", 2), epochs=1)
+    torch.save(read(stopped.last) | {"task": {"own": {}, "parts": {}}}, tmp_path / "before.pt")
+    run = train(whole=parts_of(Kept), resume=tmp_path / "before.pt", epochs=1)
+    assert read(run.last)["task"]["own"] == {"n": 4 - stopped.value["steps"]}
+
+
+class OfInstance(Counting):
+    """Has a state that no class defines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state_dict = lambda: {"n": self.n}
+
+
+def test_a_state_that_the_instance_defines_is_saved(train):
+    assert read(train(whole=parts_of(OfInstance), epochs=1).last)["task"]["own"] == {"n": 4}
+
+
 class Late(nn.Module):
     """Makes its buffer in the first step."""
 
