@@ -522,8 +522,10 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str | 
             what = "cluster=inline" if cluster.is_inline(job.cfg.cluster) else "results.handler=cluster"
             raise ConfigError(f"wait=False with {what}: this runs in the calling thread; leave out wait=False")
         job.rank_settings["variables"] |= (variables := job.variables())
+        secret = references.secret_variables(job.cfg)
         for name in [] if wait else variables:
-            if os.environ.get(name) == variables[name] or not reads_variable(job.cfg, name):
+            is_read = name in secret or reads_variable(job.cfg, name)
+            if os.environ.get(name) == variables[name] or not is_read:
                 continue
             is_typed, is_of_run = name in variables_of(overrides), name in job.typed_variables()
             origin = "" if is_typed else " of the resumed run" if is_of_run else " of the config"

@@ -205,15 +205,15 @@ def parse_override(word: str) -> Override:
 
 def config_of(values: Mapping[str, Any]) -> DictConfig:
     """Return a config of values that are resolved: a `${` that was escaped begins no interpolation again."""
-    config: DictConfig = OmegaConf.create(_escaped(dict(values)))
+    config: DictConfig = OmegaConf.create(escaped(dict(values)))
     return config
 
 
-def _escaped(value: Any) -> Any:
+def escaped(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _escaped(one) for key, one in value.items()}
+        return {key: escaped(one) for key, one in value.items()}
     if isinstance(value, list):
-        return list(map(_escaped, value))
+        return list(map(escaped, value))
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
@@ -226,7 +226,7 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
     is_config = OmegaConf.is_config(node)
     if (r"\${" in str(OmegaConf.to_container(node))) if is_config else "${" in str(node):
         values: Any = OmegaConf.to_container(node, resolve=True) if is_config else node
-        node = config_of(_escaped(values) if IS_1_3 else values)  # 1.3 resolves texts twice
+        node = config_of(escaped(values) if IS_1_3 else values)  # 1.3 resolves texts twice
     try:
         return utils.instantiate(node, *args, **_ALLOWED, **kwargs)
     except InstantiationException as error:

@@ -310,6 +310,10 @@ def test_a_run_in_the_background_has_variables_of_the_config_that_are_as_they_wo
     (project / "conf/experiment/placed.yaml").write_text(of_file)
     with pytest.raises(ConfigError, match=r"PLACE of the config would change .*, give ~hydra\.job\.env_set\.PLACE, or"):
         ddp_hydra.run(["hydra.run.dir=d", reads, "experiment=placed"], wait=False)
+    monkeypatch.setenv("HF_TOKEN", "/b")
+    of_hydra = ["hydra.run.dir=d", "+data.t=x-${hydra:job.env_set.HF_TOKEN}", "+hydra.job.env_set.HF_TOKEN=/a"]
+    with pytest.raises(ConfigError, match=r"the config reads HF_TOKEN, and hydra\.job\.env_set\.HF_TOKEN would change"):
+        ddp_hydra.run(of_hydra, wait=False)
 
 
 @pytest.mark.parametrize(
