@@ -203,6 +203,11 @@ def parse_override(word: str) -> Override:
     return OverridesParser.create().parse_override(word)
 
 
+def are_words(value: Any) -> bool:
+    """Return whether a value of a file is a list of overrides. The last word of one that was cut off may be null."""
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
+
 def config_of(values: Mapping[str, Any]) -> DictConfig:
     """Return a config of values that are resolved: a `${` that was escaped begins no interpolation again."""
     config: DictConfig = OmegaConf.create(escaped(dict(values)))

@@ -28,6 +28,7 @@ from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.config import project, redact, unknown_keys
 from ddp_hydra.config.hydra_compat import (
     ENV_SET,
+    are_words,
     config_of,
     hydra_config_of,
     reads_variable,
@@ -195,11 +196,11 @@ def is_paused(row: JobRow) -> bool:
 def take_over_folder(planned: PlannedJob) -> None:
     """Resume a job that an earlier run of the sweep had started when it was killed, and had not noted yet."""
     saved, hydra_cfg = (_saved(planned.folder / ".hydra" / f"{name}.yaml") for name in ("overrides", "hydra"))
-    if not isinstance(saved, list):
+    if not are_words(saved):
         return
     overrides = redact.without(saved)  # other apps save theirs as typed
     own = [word for word in planned.row.overrides if not sets_variables(word)]
-    if isinstance(hydra_cfg, dict) and "hydra" in hydra_cfg:  # without it, only the overrides tell
+    if isinstance(hydra_cfg, dict) and isinstance(hydra_cfg.get("hydra"), dict):  # without it, only the overrides tell
         overrides += variables_read(hydra_cfg["hydra"], planned.config)
         now: Any = OmegaConf.to_container(planned.config.get("hydra") or OmegaConf.create({}))
         own += variables_read(now, planned.config)  # a row lacks them if only an experiment sets variables

@@ -553,7 +553,10 @@ def test_a_damaged_config_says_nothing_of_where_configs_are(junk):
 def sweep(tmp_path):
     task = ["data=tiny", "optimizer.lr=0.1,0.01"]
     before = {
-        "hydra": {"overrides": {"task": task, "hydra": ["hydra.launcher.max_jobs=2", f"hydra.sweep.dir={tmp_path}"]}}
+        "hydra": {
+            "overrides": {"task": task, "hydra": ["hydra.launcher.max_jobs=2", f"hydra.sweep.dir={tmp_path}"]},
+            "job": {},
+        }
     }
     OmegaConf.save(OmegaConf.create(before), tmp_path / "multirun.yaml")
     return tmp_path
@@ -576,9 +579,13 @@ def test_the_mode_of_hydra_makes_a_sweep_too(sweep):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", r"no multirun\.yaml: type the words of the sweep, too"),
+        ("", r"an empty multirun\.yaml: type the words of the sweep, too"),
         ("hydra: {", r"multirun\.yaml is damaged \("),
-        ("hydra:\n  mode: x\n", r"multirun\.yaml is damaged \(it holds no words\)"),
+        ("hydra:\n  mode: x\n", r"multirun\.yaml is damaged \(it holds no words, or not all\)"),
+        ("hydra:\n- a\n", r"is damaged \(it holds no words"),
+        ("hydra:\n  overrides:\n  - x\n", r"is damaged \(it holds no words"),
+        ("hydra:\n  overrides:\n    hydra: []\n    task:\n    - a=1\n    -", r"is damaged \(it holds no words"),
+        ("hydra:\n  overrides:\n    hydra: []\n    task:\n    - a=1\n    - opt", r"is damaged \(it holds no words"),
     ],
 )
 def test_the_words_of_a_sweep_that_were_cut_off_are_typed_again(sweep, content, said):

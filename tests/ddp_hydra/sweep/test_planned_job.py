@@ -84,7 +84,7 @@ def test_the_folder_of_another_job_is_not_taken(tmp_path):
         planned_job.take_over_folder(planned(tmp_path))
 
 
-@pytest.mark.parametrize("content", ["", "- lr=1\n- 'x", "- lr=1\n- {a"])
+@pytest.mark.parametrize("content", ["", "- lr=1\n- 'x", "- lr=1\n- {a", "- lr=1\n-", "hydra:"])
 def test_a_folder_whose_files_were_cut_off_holds_no_job(tmp_path, content):
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text(content)
