@@ -249,13 +249,15 @@ def read_words(arguments: list[str]) -> list[str]:
 
 
 def with_joined_values(arguments: list[str]) -> list[str]:
-    """Join options and their values, `--config-dir a=b`, which would be taken for overrides."""
+    """Join options and their values, `--config-dir a=b`, which would be taken for overrides, and write them long."""
+    short = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path"}
     words: list[str] = []
     for word in arguments:
-        if words and words[-1] in ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"):
+        option, equals, value = word.partition("=")
+        if words and words[-1] in short.values() and not word.startswith("-"):
             words[-1] += f"={word}"
         else:
-            words.append(word)
+            words.append(f"{short.get(option, option)}{equals}{value}")
     return words
 
 

@@ -28,6 +28,7 @@ from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.config import project, redact, unknown_keys
 from ddp_hydra.config.hydra_compat import (
     ENV_SET,
+    IS_1_3,
     are_words,
     config_of,
     hydra_config_of,
@@ -236,6 +237,8 @@ def first_need(config: DictConfig) -> Need:
 def own_need(ranks: int | None, config: Any) -> Need:
     if ranks is None:
         return Need()
+    if OmegaConf.is_config(config):  # a launcher's argument: Hydra 1.3 has resolved its texts
+        config = OmegaConf.to_container(config, resolve=not IS_1_3, enum_to_str=True)
     settings = {"_target_": "distributed.LocalCluster", **(config or {})}
     settings.setdefault("n_workers", ranks)
     if settings["_target_"] == "distributed.LocalCluster":

@@ -259,7 +259,7 @@ def test_a_resumed_run_has_its_main_config_and_its_folders_of_configs(run, tmp_p
     one = "hydra.mode=RUN"
     kept = ["experiment=digits", "optimizer.lr=0.1", "+model.extra=1"]
     assert typed.read_words(["-m", *again]) == [name, folder, "-m", *kept, search, *again]
-    assert typed.read_words([*again, "-cn", "config"]) == [folder, "-cn=config", *kept, search, *again, one]
+    assert typed.read_words([*again, "-cn", "config"]) == [folder, "--config-name=config", *kept, search, *again, one]
     here = ["--config-dir=here", "hydra.searchpath=[]"]
     assert typed.read_words([*again, *here]) == [name, here[0], *kept, *again, here[1], one]
     extra.rmdir()
@@ -703,7 +703,8 @@ def test_options_may_be_typed_amid_overrides():
 
 def test_the_value_of_an_option_is_no_override():
     found = typed.read_words(["seed=1", "--config-dir", "a=b", "-cn", "c", "-m"])
-    assert found == ["--config-dir=a=b", "-cn=c", "-m", "seed=1"]
+    assert found == ["--config-dir=a=b", "--config-name=c", "-m", "seed=1"]
+    assert typed.with_joined_values(["--config-name", "-m"]) == ["--config-name", "-m"]
     given, overrides = get_args_parser().parse_known_args(found)
     assert (given.config_dir, given.config_name, given.overrides, overrides) == ("a=b", "c", ["seed=1"], [])
 
