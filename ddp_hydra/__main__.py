@@ -56,7 +56,8 @@ def cluster_of(arguments: list[str]) -> Any:
 
     with contextlib.suppress(DdpHydraError, OSError):
         words = with_resumed_overrides(with_joined_values(arguments))
-        return compose([one for one in words if one.lstrip("+~").startswith((*OF_CLUSTER, "--config-"))]).cluster
+        kept = (*OF_CLUSTER, "--config-", "hydra.searchpath=")
+        return compose([one for one in words if one.lstrip("+~").startswith(kept)]).cluster
     return compose([one for one in arguments if one.lstrip("+~").startswith(OF_CLUSTER)]).cluster
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from hydra.core.utils import env_override
 from hydra.types import RunMode
 from msgspec import to_builtins
-from omegaconf import OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.cli import inference
@@ -172,10 +172,10 @@ class Connection:
             raise ConfigError("there is a cluster already: close it with .close() before another one is started")
         self._stack = ExitStack()
         job = ComposedConfig(overrides)
-        read = {"cluster": OmegaConf.to_container(job.cfg.cluster)}
+        read = references.read_by(lambda key: key.startswith("cluster."), job.cfg)
         for word in overrides:
             is_other = not key_of(word).startswith(("cluster", "hydra", *GROUPS))
-            if is_other and not references.is_read(key_of(word), read):
+            if is_other and not any(references.meet(key_of(word), key) for key in read):
                 raise ConfigError(f"{redact.without([word])[0]} is not of the cluster: give it to ddp_hydra.run")
         job.fill_in()
         cfg = job.cfg.cluster
@@ -497,6 +497,20 @@ class StartedRun(Run):
         return self
 
 
+def _refuse_another_cluster(overrides: Sequence[str], cfg: DictConfig, connected: DictConfig) -> None:
+    for word in overrides:
+        key = "cluster._target_" if key_of(word) == "cluster" else key_of(word)
+        given, used = (
+            OmegaConf.select(config, key, throw_on_resolution_failure=False)
+            for config in (cfg, OmegaConf.create({"cluster": connected}))
+        )
+        if key.startswith("cluster.") and given != used:
+            raise ConfigError(
+                f"{redact.without([word])[0]}: this job runs on the cluster of connect: give it to ddp_hydra.connect, "
+                "close the connection first, or type cluster=inline"
+            )
+
+
 def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str | None = None) -> StartedRun:
     """Train one job, as `ddp-hydra` does in the current folder.
 
@@ -522,8 +536,10 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str | 
             what = "cluster=inline" if cluster.is_inline(job.cfg.cluster) else "results.handler=cluster"
             raise ConfigError(f"wait=False with {what}: this runs in the calling thread; leave out wait=False")
         job.rank_settings["variables"] |= (variables := job.variables())
+        secret = references.secret_variables(job.cfg)
         for name in [] if wait else variables:
-            if os.environ.get(name) == variables[name] or not reads_variable(job.cfg, name):
+            is_read = name in secret or reads_variable(job.cfg, name)
+            if os.environ.get(name) == variables[name] or not is_read:
                 continue
             is_typed, is_of_run = name in variables_of(overrides), name in job.typed_variables()
             origin = "" if is_typed else " of the resumed run" if is_of_run else " of the config"
@@ -535,6 +551,7 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str | 
         with env_override(variables if wait else {}):
             job.fill_in()
         if _open and not cluster.is_inline(job.cfg.cluster):
+            _refuse_another_cluster(overrides, job.cfg, _open[0].cfg)
             job.cfg.cluster = _open[0].cfg
         if not job.cfg.dry_run:
             with locked(job.run_dir):

@@ -41,6 +41,7 @@ from ddp_hydra.config.hydra_compat import (
     ENV_SET,
     IS_1_3,
     VERSION_BASE,
+    are_words,
     outside_of_app,
     parse_override,
     sets_variables,
@@ -248,13 +249,15 @@ def read_words(arguments: list[str]) -> list[str]:
 
 
 def with_joined_values(arguments: list[str]) -> list[str]:
-    """Join options and their values, `--config-dir a=b`, which would be taken for overrides."""
+    """Join options and their values, `--config-dir a=b`, which would be taken for overrides, and write them long."""
+    short = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path"}
     words: list[str] = []
     for word in arguments:
-        if words and words[-1] in ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"):
+        option, equals, value = word.partition("=")
+        if words and words[-1] in short.values() and not word.startswith("-"):
             words[-1] += f"={word}"
         else:
-            words.append(word)
+            words.append(f"{short.get(option, option)}{equals}{value}")
     return words
 
 
@@ -572,10 +575,10 @@ def _parsed(content: bytes, file: str, kind: type[Saved]) -> Saved | None:
     found: Any = None
     try:
         found = OmegaConf.to_container(OmegaConf.create(content.decode()))
-        reason = f"it holds no {'list' if kind is list else 'keys'}"
+        reason = f"it holds no {'list of words' if kind is list else 'keys'}"
     except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         reason = str(getattr(error, "problem", None) or error).partition("\n")[0]
-    if isinstance(found, kind):
+    if isinstance(found, kind) and (kind is dict or are_words(found)):
         return found
     raise ConfigError(f"{file} is damaged ({reason}): write it anew, or remove it and type what it held")
 
@@ -611,12 +614,17 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
         of_sweep = ("hydra.sweeper", "hydra/sweeper", "--config-name", "-cn", "~")
         is_whole = typed or any(word.lstrip("+").startswith(of_sweep) for word in arguments)
         if saved is not None and not is_whole and (saved.parent / "sweep.json").is_file():
-            raise ConfigError(f"{saved.parent} has a sweep, but no multirun.yaml: type the words of the sweep, too")
+            what = "an empty" if saved.is_file() else "no"
+            raise ConfigError(f"{saved.parent} has a sweep, but {what} multirun.yaml: type the words of the sweep, too")
         return arguments
-    hydra_cfg = multirun.get("hydra") or {}
-    of_hydra, of_task = ((hydra_cfg.get("overrides") or {}).get(part) for part in ("hydra", "task"))
-    if of_hydra is None or of_task is None:
-        raise ConfigError(f"{saved} is damaged (it holds no words): remove it, and type the words of the sweep, too")
+    hydra_cfg = found if isinstance(found := multirun.get("hydra"), dict) else {}
+    overrides = found if isinstance(found := hydra_cfg.get("overrides"), dict) else {}
+    of_hydra, of_task = (overrides.get(part) for part in ("hydra", "task"))
+    # Hydra writes these keys behind the words.
+    if not (are_words(of_hydra) and are_words(of_task) and {"job", "runtime"} & set(hydra_cfg)):
+        raise ConfigError(
+            f"{saved} is damaged (it holds no words, or not all): remove it, and type the words of the sweep, too"
+        )
     arguments = with_sources(arguments, hydra_cfg, f"{saved.parent}: the sweep")
     given = [word for word in arguments if key_of(word) not in keys]
     if typed and (lacking := [word for word in of_task if key_of(word) not in typed]):

@@ -27,13 +27,18 @@ from ddp_hydra.config.schema import TOP, base, missing_key, number_types, why_un
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
-_OF_THE_JOB = re.compile(r"\$\{(?!oc\.)[\w.]+:|\$\{oc\.select:hydra,|\bcluster\b")
+_OF_THE_JOB = re.compile(
+    r"\$\{\s*(?:(?!oc\.)[\w.]+:|oc\.select:hydra,|(?:oc\.(?!env:)[\w.]+:\s*['\"]?)?\.*\[?cluster\b)"
+)
 """Matches an interpolation with a resolver that only the job has, such as hydra's and now's, or with the cluster.
 
 `references.with_values_of_hydra` has written hydra's as oc.select's.
 """
-_INNER = re.compile(r"\$\{[^{}]*\}")
-_KEY = re.compile(r"\$\{\s*(?:\w+:\s*)?([\w.]+)\s*\}")
+_UNESCAPED = r"(?:(?<!\\)|(?<=(?<!\\)\\\\))"
+_INNER = re.compile(rf"{_UNESCAPED}\$\{{[^{{}}]*\}}")
+_OUTER = re.compile(rf"{_UNESCAPED}\$\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}")
+"""Matches an interpolation that may have others inside."""
+_KEY = re.compile(r"\$\{\s*(?:[\w.]+:\s*)?([\w.]+)\s*\}")
 _OF_THE_COMMAND = {"cluster", "dispatch", "results", "resume", "detach", "faults", "dry_run", "tags"}
 """Keys that a command may change without changing what is trained."""
 _LENGTHS = {"trainer.pause_after_validations", "trainer.time_limit_s"}
@@ -61,26 +66,36 @@ def _kept(raw: Any, parent: Any, key: Any) -> Any:
         return [_kept(value, parent[key], number) for number, value in enumerate(raw)]
     if not isinstance(raw, str) or "${" not in raw:
         return str(raw) if isinstance(raw, Path) else raw  # of a structured config; torch.load reads plain values
-    raw = references.with_secret_variables(raw)
-    if not _OF_THE_JOB.search(raw):
-        return raw
-    of_job = list(filter(_OF_THE_JOB.search, _INNER.findall(raw)))
-    if any((found := _KEY.fullmatch(one)) and redact.named_secret(found[1]) for one in of_job):  # ${cluster.password}
-        return redact.HIDDEN
+    kept = references.with_secret_variables(raw)
     with suppress(OmegaConfBaseException):  # of a key that a job needs, the job has said so
-        if not of_job or "oc.env:" not in raw:
-            return _value(parent, key)
-        copied = copy.deepcopy(parent)
-        for one in of_job:  # the rest of the text may be a secret
-            with read_write(copied), open_dict(copied):
-                copied[key] = one
-            raw = raw.replace(one, str(_value(copied, key)))
-    return raw
+        for pattern in (_INNER, _OUTER):
+            of_job = list(filter(_OF_THE_JOB.search, pattern.findall(kept)))
+            if any((one := _KEY.fullmatch(text)) and redact.named_secret(one[1]) for text in of_job):
+                return redact.HIDDEN  # ${cluster.password}
+            if of_job == [kept]:
+                return _value(parent, key, kept)
+            # The rest of the text may be a secret.
+            values = {text: str(_value(parent, key, text)) for text in of_job}
+            kept = pattern.sub(lambda found: values.get(found[0], found[0]), kept)  # noqa: B023, it is called at once
+    return kept
 
 
-def _value(node: Any, key: Any) -> Any:
-    value = node[key]
-    return OmegaConf.to_container(value, resolve=True, enum_to_str=True) if OmegaConf.is_config(value) else value
+def _value(parent: Any, key: Any, text: str) -> Any:
+    """Return what a text gives in the place of a key, so that it gives the same when it is read again."""
+    copied = copy.deepcopy(parent)
+    with read_write(copied), open_dict(copied):
+        copied[key] = text
+    value = copied[key]
+    value = OmegaConf.to_container(value, resolve=True, enum_to_str=True) if OmegaConf.is_config(value) else value
+    return hydra_compat.escaped(_without_paths(value))
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_paths(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return list(map(_without_paths, value))
+    return str(value) if isinstance(value, Path) else value
 
 
 def composed(

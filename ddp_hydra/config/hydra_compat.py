@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import hydra
 from hydra import utils
@@ -203,17 +203,22 @@ def parse_override(word: str) -> Override:
     return OverridesParser.create().parse_override(word)
 
 
+def are_words(value: Any) -> TypeGuard[list[str]]:
+    """Return whether a value of a file is a list of overrides. The last word of one that was cut off may be null."""
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
+
 def config_of(values: Mapping[str, Any]) -> DictConfig:
     """Return a config of values that are resolved: a `${` that was escaped begins no interpolation again."""
-    config: DictConfig = OmegaConf.create(_escaped(dict(values)))
+    config: DictConfig = OmegaConf.create(escaped(dict(values)))
     return config
 
 
-def _escaped(value: Any) -> Any:
+def escaped(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _escaped(one) for key, one in value.items()}
+        return {key: escaped(one) for key, one in value.items()}
     if isinstance(value, list):
-        return list(map(_escaped, value))
+        return list(map(escaped, value))
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
@@ -226,7 +231,7 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
     is_config = OmegaConf.is_config(node)
     if (r"\${" in str(OmegaConf.to_container(node))) if is_config else "${" in str(node):
         values: Any = OmegaConf.to_container(node, resolve=True) if is_config else node
-        node = config_of(_escaped(values) if IS_1_3 else values)  # 1.3 resolves texts twice
+        node = config_of(_for_1_3(values, kwargs.get("_convert_", "none")) if IS_1_3 else values)
     try:
         return utils.instantiate(node, *args, **_ALLOWED, **kwargs)
     except InstantiationException as error:
@@ -234,6 +239,20 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
             raise
         raised = error.__cause__
     raise raised
+
+
+def _for_1_3(value: Any, convert: Any, is_nested: bool = False) -> Any:
+    """Escape texts for Hydra 1.3, which resolves them twice, and once more inside containers that stay configs."""
+    if isinstance(value, dict):
+        is_built, convert = "_target_" in value, value.get("_convert_", convert)
+        if is_built and not value.get("_recursive_", True):
+            return escaped(value)
+        nested = {key: not is_built or isinstance(one, dict | list) for key, one in value.items()}
+        return {key: _for_1_3(one, convert, nested[key]) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_for_1_3(one, convert, is_nested) for one in value]
+    stays_config = is_nested and str(getattr(convert, "value", convert)).lower() == "none"
+    return escaped(escaped(value) if stays_config else value)
 
 
 def targets_allowed_by(context: Any) -> Any:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,18 +161,25 @@ def _hash(contents: dict[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-def _files(root: Path) -> list[Path]:
-    found: list[Path] = []
-    folders = [root / name for name in FOLDERS]
-    for folder in folders:  # it grows
-        for path in folder.rglob("*"):
-            if path.suffix in SUFFIXES and path.is_file() and "__pycache__" not in path.parts:
-                found.append(path)
-            # A link may lead to code, or to a data set, which does not travel.
-            elif path.is_symlink() and path.is_dir() and next(path.glob("*.py"), None):
-                inside = [one.resolve() for one in (root, *folders)]
-                folders += [] if path.resolve() in inside else [path]
-    return found
+def _files(root: Path) -> Iterator[Path]:
+    for name in FOLDERS:
+        yield from _inside(root / name, SUFFIXES, (root.resolve(),))
+
+
+def _inside(folder: Path, suffixes: Collection[str], around: tuple[Path, ...]) -> Iterator[Path]:
+    """Yield the files of a folder, and the code behind its links. A link may lead to a data set, which stays.
+
+    Args:
+        around: the real folders that led here. A link to one of them, or to a folder around it, has no end.
+    """
+    for place, names_of_folders, names in os.walk(folder):  # it asks nothing of each file
+        here = Path(place)
+        names_of_folders[:] = [name for name in names_of_folders if name != "__pycache__"]
+        yield from (here / name for name in names if Path(name).suffix in suffixes and (here / name).is_file())
+        for link in filter(Path.is_symlink, (here / name for name in names_of_folders)):
+            target, led_here = link.resolve(), (*around, here.resolve())
+            if next(link.glob("*.py"), None) and not any(one.is_relative_to(target) for one in led_here):
+                yield from _inside(link, (".py",), led_here)
 
 
 def make_importable(roots: Sequence[Path]) -> Callable[[], None]:

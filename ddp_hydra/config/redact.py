@@ -19,6 +19,8 @@ SECRET = {
     "auth", "authorization", "cookie", "credential", "credentials", "passphrase", "passwd",
     "password", "pw", "pwd", "secret", "sig", "signature",
 }  # fmt: skip
+OF_MODELS = {"signatures"}
+"""Plurals of words of `SECRET` that are none."""
 SECRET_AT_THE_END = {"key", "token"}
 """Words that are secret as the last one, except for short numbers: "d_key" may be a size of a model."""
 OF_ACCESS = {
@@ -27,7 +29,9 @@ OF_ACCESS = {
     "refresh", "rsa", "security", "session", "sign", "signing", "ssh", "storage", "wallet", "webhook",
 }  # fmt: skip
 """Words next to which "key" and "token" are no size of a model: numbers of such a name are secret, too."""
-_JOINED = re.compile(rf"({'|'.join(sorted({*OF_ACCESS, 'auth', 'secret'}))})(key|secret|token)(?=s?([^a-z]|$))")
+_JOINED = re.compile(
+    rf"(?<![a-z])((?:{'|'.join(sorted({*OF_ACCESS, 'auth', 'secret'}))})+)(key|secret|token)(?=s?([^a-z]|$))"
+)
 """Matches two words that are written as one: "secretkey", "accesstoken"."""
 ONE_TIME = {"otp", "passcode"}
 """Words that are secret as the last one; "otp_ratio" is a number of something else."""
@@ -80,8 +84,10 @@ _SUSPECT = re.compile("|".join([*sorted(SECRET | SECRET_AT_THE_END | ONE_TIME | 
 """A quick test: matches in every line that may hold a secret, and in some that do not."""
 _NOTHING: tuple[object, ...] = ("", "null", [], "[]", "value")
 """Values that are never secret; the last one stands in the text of --help, which is in each config."""
-_DEFAULT = re.compile(r"""\boc\.(env|select):[^,{}]*,(?!\s*(null\b|\$\{|["'\\]*\s*(\}|$)))""")
-"""Matches an interpolation up to its default, which is a text: "${oc.env:NAME,text}"."""
+_DEFAULT = re.compile(
+    r"""\boc\.(?:env|select):(?:[^,{}]|\{[^{}]*\})*,(?!\s*(?:\$\{|(?:null|true|false|["'\\]*)\s*(?:\}|$)))([^{}]*)"""
+)
+"""Matches an interpolation with its default, which is a text or a number: "${oc.env:NAME,text}"."""
 _NO_SECRETS = ("", "null", "~", "true", "false", "???", '""', "''", "{", "[")
 
 _LOGIN = re.compile(r"(https?://)[^/@\s]*@|(://)[^/@\s:]*:[^/@\s]*@")
@@ -97,8 +103,9 @@ def is_secret(name: str, value: object, is_typed: bool = False) -> bool:
     kind = _kind_of(name)
     if not kind or value is None or isinstance(value, bool) or value in _NOTHING:
         return False
-    is_elsewhere = isinstance(value, str) and value.strip("'\"").startswith("${") and not _DEFAULT.search(value)
-    return not is_elsewhere and not (kind == "key" and _is_count(value, is_typed))
+    if isinstance(value, str) and value.strip("'\"").startswith("${"):
+        return any(kind == "secret" or not _is_count(default, is_typed=True) for default in _DEFAULT.findall(value))
+    return not (kind == "key" and _is_count(value, is_typed))
 
 
 def _is_count(value: object, is_typed: bool) -> bool:
@@ -128,7 +135,8 @@ def _kind_of(name: str) -> Literal["", "key", "secret"]:
         return ""
     if words[-1:] == ["key"] and not FILE_KEY.isdisjoint(words) and set(words[:-1]) <= FILE_KEY | OF_FILE_KEY:
         return ""
-    if not SECRET.isdisjoint(word.removesuffix("s") for word in words) or "password" in plain:
+    singular = {word.removesuffix("s") for word in words if word not in OF_MODELS}
+    if not SECRET.isdisjoint(singular) or "password" in plain or "apikey" in plain:
         return "secret"
     if words[-1:] and (words[-1] in ONE_TIME or (words[-1] in SHORT and not ACCOUNT.isdisjoint(words[-2:-1]))):
         return "secret"
@@ -137,7 +145,7 @@ def _kind_of(name: str) -> Literal["", "key", "secret"]:
     if not SECRET_AT_THE_END.isdisjoint(end):
         return "secret" if is_of_access else "key" if HARMLESS.isdisjoint(words) else ""
     are_several = not SECRET_AT_THE_END.isdisjoint(word.removesuffix("s") for word in end)
-    return "key" if are_several and is_of_access and "client" not in words else ""
+    return "key" if are_several and not OF_ACCESS.isdisjoint({*words} - {"client"}) else ""
 
 
 def holds_secret(value: object) -> bool:

@@ -112,9 +112,10 @@ def with_values_of_hydra(cfg: DictConfig, whole: DictConfig) -> DictConfig:
     """
     copied, written = copy.deepcopy(cfg), OmegaConf.to_container(whole)
     for path in _of_hydra(raw := OmegaConf.to_container(cfg)):
-        parent, text = _node(copied, path[:-1]), with_secret_variables(_node(raw, path))
-        others = _KEY_OF_HYDRA.sub("", text)
+        parent = _node(copied, path[:-1])
         try:
+            text = with_secret_variables(_node(raw, path), whole)
+            others = _KEY_OF_HYDRA.sub("", text)
             if "${" in others and not _OF_HYDRA.search(others):
                 value = _KEY_OF_HYDRA.sub(lambda found: _literal(OmegaConf.select(whole, f"hydra.{found[1]}")), text)
             else:
@@ -126,14 +127,26 @@ def with_values_of_hydra(cfg: DictConfig, whole: DictConfig) -> DictConfig:
     return copied
 
 
-def with_secret_variables(text: str) -> str:
-    """Return a text with `${oc.env:NAME}` for a variable that Hydra has set and that may be a secret."""
+def with_secret_variables(text: str, whole: DictConfig | None = None) -> str:
+    """Return a text with `${oc.env:NAME}` for a variable that Hydra has set and that may be a secret.
+
+    Args:
+        whole: a config with Hydra's part, whose variables this process may have with other values.
+    """
 
     def named(found: re.Match[str]) -> str:
-        is_secret = found[1] in os.environ and redact.named_secret(found[1])
-        return f"${{oc.env:{found[1]}}}" if is_secret else found[0]
+        name, here = found[1], os.environ.get(found[1])
+        is_same = whole is None or here == str(OmegaConf.select(whole, f"hydra.job.env_set.{name}"))
+        is_secret = here is not None and is_same and redact.named_secret(name)
+        return f"${{oc.env:{name}}}" if is_secret else found[0]
 
     return _OF_ENV_SET.sub(named, text)
+
+
+def secret_variables(cfg: DictConfig) -> set[str]:
+    """Return the names of the variables that may be secrets and that a config reads in Hydra's part."""
+    texts = (value for _, value in redact.values_of(OmegaConf.to_container(cfg)) if isinstance(value, str))
+    return {name for text in texts for name in _OF_ENV_SET.findall(text) if redact.named_secret(name)}
 
 
 def _literal(value: object) -> str:

@@ -83,11 +83,11 @@ def is_path(key: str) -> bool:
 def whole_path(key: str, value: Any, folder: Path) -> Any:
     """Return a value with the folder that it is relative to, if there are such files; another value as it is.
 
-    A word is the name of a bucket, and no folder of an index, a source or a table, which are files.
+    A word is the name of a bucket. One without a suffix names no folder of an index or a table, which are files.
     """
     if not isinstance(value, str) or value in ("", *FORMATS) or re.search(r"\$\{|://", value):
         return value
-    is_file = key.endswith(("index", "source", "table"))
+    is_file = key.endswith(("index", "table")) and not Path(value).suffix
     if "/" not in value and (key.endswith(".bucket") or (is_file and (folder / value).is_dir())):
         return value
     path = str(folder / expanded(value))

@@ -28,6 +28,8 @@ from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.config import project, redact, unknown_keys
 from ddp_hydra.config.hydra_compat import (
     ENV_SET,
+    IS_1_3,
+    are_words,
     config_of,
     hydra_config_of,
     reads_variable,
@@ -195,11 +197,11 @@ def is_paused(row: JobRow) -> bool:
 def take_over_folder(planned: PlannedJob) -> None:
     """Resume a job that an earlier run of the sweep had started when it was killed, and had not noted yet."""
     saved, hydra_cfg = (_saved(planned.folder / ".hydra" / f"{name}.yaml") for name in ("overrides", "hydra"))
-    if not isinstance(saved, list):
+    if not are_words(saved):
         return
     overrides = redact.without(saved)  # other apps save theirs as typed
     own = [word for word in planned.row.overrides if not sets_variables(word)]
-    if isinstance(hydra_cfg, dict) and "hydra" in hydra_cfg:  # without it, only the overrides tell
+    if isinstance(hydra_cfg, dict) and isinstance(hydra_cfg.get("hydra"), dict):  # without it, only the overrides tell
         overrides += variables_read(hydra_cfg["hydra"], planned.config)
         now: Any = OmegaConf.to_container(planned.config.get("hydra") or OmegaConf.create({}))
         own += variables_read(now, planned.config)  # a row lacks them if only an experiment sets variables
@@ -235,6 +237,8 @@ def first_need(config: DictConfig) -> Need:
 def own_need(ranks: int | None, config: Any) -> Need:
     if ranks is None:
         return Need()
+    if OmegaConf.is_config(config):  # a launcher's argument: Hydra 1.3 has resolved its texts
+        config = OmegaConf.to_container(config, resolve=not IS_1_3, enum_to_str=True)
     settings = {"_target_": "distributed.LocalCluster", **(config or {})}
     settings.setdefault("n_workers", ranks)
     if settings["_target_"] == "distributed.LocalCluster":

@@ -394,7 +394,7 @@ def refuse_targets(cfg: DictConfig, words: Sequence[str] = (), groups: Collectio
         group = key.partition(".")[0]
         if group not in BUILT or group in groups or _is_typed(key, value, words):
             continue
-        # A text that is an interpolation only now was hidden from OmegaConf by a backslash.
+        # A backslash has kept it from being resolved; what it is given to may resolve it.
         is_hidden = isinstance(value, str) and "${" in value
         # A list or a dict of anything is true; only attentions are named by a dict, one for each part of a model.
         runs_code = (name in RUNS_CODE and RUNS_CODE[name](value)) or any(

@@ -226,7 +226,8 @@ def test_one_cluster_is_kept_until_it_is_closed(project, monkeypatch):
         ddp_hydra.connect(["cluster=inline"])
     with pytest.raises(ConfigError, match=r"seed=1 is not of the cluster: give it to ddp_hydra\.run"):
         ddp_hydra.connect(["cluster.n_workers=3", "seed=1"])
-    with ddp_hydra.connect(["cluster.n_workers=${workers}", "+workers=3"]) as connection:
+    words = ["cluster.n_workers=${workers}", "+workers=${n}", "+n=3"]
+    with ddp_hydra.connect(words) as connection:
         assert repr(connection) == "<Connection: 2 workers at tcp://127.0.0.1:1>"
         assert (connection.dashboard_link, cluster.has_existing(), ended) == ("http://127.0.0.1:2/status", True, [])
         assert cluster.expected_workers(OmegaConf.create({"n_workers": 2})) == 3  # of the cluster, not of a job
@@ -234,8 +235,11 @@ def test_one_cluster_is_kept_until_it_is_closed(project, monkeypatch):
             ddp_hydra.connect()
         jobs = []
         monkeypatch.setattr("ddp_hydra.api.run_job", lambda cfg, *_, **__: jobs.append(cfg))
-        for name, words in (("a", []), ("b", ["cluster=inline"])):
+        for name, words in (("a", ["cluster.n_workers=3"]), ("b", ["cluster=inline"])):
             ddp_hydra.run([f"hydra.run.dir={name}", *words])
+        for word in ("cluster.n_workers=8", "cluster=remote"):
+            with pytest.raises(ConfigError, match=rf"^{word}: this job runs on the cluster of connect: give it"):
+                ddp_hydra.run(["hydra.run.dir=c", word])
         assert (jobs[0].cluster.n_workers, cluster.is_inline(jobs[1].cluster)) == (3, True)
     assert (repr(connection), cluster.has_existing(), ended) == ("<Connection: closed>", False, [3])
     assert cluster.expected_workers(OmegaConf.create({"n_workers": 2})) == 2
@@ -311,6 +315,10 @@ def test_a_run_in_the_background_has_variables_of_the_config_that_are_as_they_wo
     (project / "conf/experiment/placed.yaml").write_text(of_file)
     with pytest.raises(ConfigError, match=r"PLACE of the config would change .*, give ~hydra\.job\.env_set\.PLACE, or"):
         ddp_hydra.run(["hydra.run.dir=d", reads, "experiment=placed"], wait=False)
+    monkeypatch.setenv("HF_TOKEN", "/b")
+    of_hydra = ["hydra.run.dir=d", "+data.t=x-${hydra:job.env_set.HF_TOKEN}", "+hydra.job.env_set.HF_TOKEN=/a"]
+    with pytest.raises(ConfigError, match=r"the config reads HF_TOKEN, and hydra\.job\.env_set\.HF_TOKEN would change"):
+        ddp_hydra.run(of_hydra, wait=False)
 
 
 @pytest.mark.parametrize(

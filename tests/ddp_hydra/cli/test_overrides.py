@@ -259,7 +259,7 @@ def test_a_resumed_run_has_its_main_config_and_its_folders_of_configs(run, tmp_p
     one = "hydra.mode=RUN"
     kept = ["experiment=digits", "optimizer.lr=0.1", "+model.extra=1"]
     assert typed.read_words(["-m", *again]) == [name, folder, "-m", *kept, search, *again]
-    assert typed.read_words([*again, "-cn", "config"]) == [folder, "-cn=config", *kept, search, *again, one]
+    assert typed.read_words([*again, "-cn", "config"]) == [folder, "--config-name=config", *kept, search, *again, one]
     here = ["--config-dir=here", "hydra.searchpath=[]"]
     assert typed.read_words([*again, *here]) == [name, here[0], *kept, *again, here[1], one]
     extra.rmdir()
@@ -553,7 +553,10 @@ def test_a_damaged_config_says_nothing_of_where_configs_are(junk):
 def sweep(tmp_path):
     task = ["data=tiny", "optimizer.lr=0.1,0.01"]
     before = {
-        "hydra": {"overrides": {"task": task, "hydra": ["hydra.launcher.max_jobs=2", f"hydra.sweep.dir={tmp_path}"]}}
+        "hydra": {
+            "overrides": {"task": task, "hydra": ["hydra.launcher.max_jobs=2", f"hydra.sweep.dir={tmp_path}"]},
+            "job": {},
+        }
     }
     OmegaConf.save(OmegaConf.create(before), tmp_path / "multirun.yaml")
     return tmp_path
@@ -576,9 +579,13 @@ def test_the_mode_of_hydra_makes_a_sweep_too(sweep):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", r"no multirun\.yaml: type the words of the sweep, too"),
+        ("", r"an empty multirun\.yaml: type the words of the sweep, too"),
         ("hydra: {", r"multirun\.yaml is damaged \("),
-        ("hydra:\n  mode: x\n", r"multirun\.yaml is damaged \(it holds no words\)"),
+        ("hydra:\n  mode: x\n", r"multirun\.yaml is damaged \(it holds no words, or not all\)"),
+        ("hydra:\n- a\n", r"is damaged \(it holds no words"),
+        ("hydra:\n  overrides:\n  - x\n", r"is damaged \(it holds no words"),
+        ("hydra:\n  overrides:\n    hydra: []\n    task:\n    - a=1\n    -", r"is damaged \(it holds no words"),
+        ("hydra:\n  overrides:\n    hydra: []\n    task:\n    - a=1\n    - opt", r"is damaged \(it holds no words"),
     ],
 )
 def test_the_words_of_a_sweep_that_were_cut_off_are_typed_again(sweep, content, said):
@@ -696,7 +703,8 @@ def test_options_may_be_typed_amid_overrides():
 
 def test_the_value_of_an_option_is_no_override():
     found = typed.read_words(["seed=1", "--config-dir", "a=b", "-cn", "c", "-m"])
-    assert found == ["--config-dir=a=b", "-cn=c", "-m", "seed=1"]
+    assert found == ["--config-dir=a=b", "--config-name=c", "-m", "seed=1"]
+    assert typed.with_joined_values(["--config-name", "-m"]) == ["--config-name", "-m"]
     given, overrides = get_args_parser().parse_known_args(found)
     assert (given.config_dir, given.config_name, given.overrides, overrides) == ("a=b", "c", ["seed=1"], [])
 

@@ -94,6 +94,7 @@ def test_another_host_takes_the_cluster_of_a_run_and_of_configs_that_it_reaches(
     assert command.cluster_of(["resume=run", "seed=1"]).trust_network
     (tmp_path / "own" / "cluster").mkdir(parents=True)
     (tmp_path / "own" / "cluster" / "ours.yaml").write_text("_target_: a.Cluster\n")
-    assert command.cluster_of(["--config-dir", "own", "cluster=ours"])._target_ == "a.Cluster"
+    for given in (["--config-dir", "own"], ["-cd", "own"], ["-cd=own"], [f"hydra.searchpath=[file://{tmp_path}/own]"]):
+        assert command.cluster_of([*given, "cluster=ours"])._target_ == "a.Cluster"
     lacking = ["--config-dir=nowhere", "--config-name=mine", "resume=away", "cluster=torchrun", "cluster.n_workers=2"]
     assert command.cluster_of(lacking).n_workers == 2

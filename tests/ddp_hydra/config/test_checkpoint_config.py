@@ -126,18 +126,45 @@ def test_no_secret_is_kept_beside_what_only_the_job_knows(monkeypatch):
         "url": "ftp://${oc.env:A_WORD}/${cluster.n_workers}/${oc.env:${data.name}${cluster.n_workers}}",
         "login": "${cluster.password}",
         "name": "A",
+        "typed": {"password": "hunter2"},
+        "by": "${oc.env:A_WORD}",
+        "other": "${data.by}/${data.typed.password}/${cluster.n_workers}",
     }
     kept = checkpoint_config.stored_config(config(data=texts))
     assert kept["data"]["url"] == "ftp://${oc.env:A_WORD}/3/${oc.env:${data.name}3}"
     assert kept["data"]["login"] == "***"
+    assert kept["data"]["other"] == "${data.by}/${data.typed.password}/3"
+    assert "hunter2" not in json.dumps(kept)
     monkeypatch.setenv("A3", "x")
-    again = checkpoint_config.composed(kept, ["data.login=me"])
-    assert again.data.url == "ftp://hunter2/3/x"
+    again = checkpoint_config.composed(kept, ["data.login=me", "data.typed.password=you"])
+    assert (again.data.url, again.data.other) == ("ftp://hunter2/3/x", "hunter2/you/3")
+
+
+@pytest.mark.parametrize(
+    ("text", "stored", "read"),
+    [
+        (r"\${user:name}", r"\${user:name}", "${user:name}"),
+        (r"cluster \${label}", r"cluster \${label}", "cluster ${label}"),
+        (r"\${cluster.n_workers} ${cluster.n_workers}", r"\${cluster.n_workers} 3", "${cluster.n_workers} 3"),
+        (r"C:\\${cluster.n_workers}", r"C:\\3", r"C:\\3"),
+        ("${cluster.label}", r"\${X}", "${X}"),
+        ("${oc.select:cluster.${data.bucket}}", 7, 7),
+        ("${oc.env:NONE,cluster}", "${oc.env:NONE,cluster}", "cluster"),
+    ],
+)
+def test_an_escaped_text_comes_back_as_it_is(text, stored, read):
+    cluster = {"label": r"\${X}", "photos": 7}
+    kept = checkpoint_config.stored_config(config(data={"text": text}, cluster=cluster))
+    assert kept["data"]["text"] == stored
+    assert checkpoint_config.composed(kept).data.text == read
 
 
 def test_a_path_of_a_structured_config_is_kept_as_a_text():
-    kept = checkpoint_config.stored_config(config(data={"root": Path("/photos"), "all": [Path("/a")]}))["data"]
+    data = {"root": Path("/photos"), "all": [Path("/a")], "by": "${cluster.root}", "node": "${cluster.node}"}
+    cluster = {"root": Path("/b"), "node": {"paths": [Path("/c")]}}
+    kept = checkpoint_config.stored_config(config(data=data, cluster=cluster))["data"]
     assert (kept["root"], kept["all"], type(kept["root"])) == ("/photos", ["/a"], str)
+    assert json.loads(json.dumps([kept["by"], kept["node"]])) == ["/b", {"paths": ["/c"]}]
 
 
 def test_a_variable_of_hydra_that_looks_like_a_secret_is_read_anew(monkeypatch):
@@ -151,6 +178,9 @@ def test_a_variable_of_hydra_that_looks_like_a_secret_is_read_anew(monkeypatch):
     assert checkpoint_config.stored_config(found)["data"]["one"] == "${oc.env:HF_TOKEN}"
     assert found.data.two == "/here/x"
     assert checkpoint_config.stored_config(written)["data"]["one"] == "${oc.env:HF_TOKEN}"
+    monkeypatch.setenv("HF_TOKEN", "another")
+    found = references.with_values_of_hydra(written, references.with_own_hydra(whole))
+    assert found.data.one == "hunter2"
 
 
 @pytest.mark.medium

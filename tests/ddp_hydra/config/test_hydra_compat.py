@@ -35,7 +35,17 @@ def test_a_resolved_text_is_read_as_it_is(text):
     assert values["text"] == text
     for node in (config, values):  # as Hydra 1.4 does for what is escaped once
         assert hydra_compat.instantiate(node, _convert_="all") == {"text": text, "inside": {"list": [text]}}
-        assert hydra_compat.instantiate(node, _partial_=True)()["text"] == text
+        for made in (hydra_compat.instantiate(node), hydra_compat.instantiate(node, _partial_=True)()):
+            assert (made["text"], made["inside"]["list"][0]) == (text, text)
+
+
+@pytest.mark.parametrize("more", [{}, {"_convert_": "partial"}, {"_recursive_": False}])
+def test_a_resolved_text_inside_another_target_is_read_as_it_is(more):
+    node = {"_target_": "types.SimpleNamespace", "text": "${X}", "inside": {"text": "${X}"}}
+    outer = {"_target_": "builtins.dict", "list": [{"nodes": [node | more]}], "_args_": [[["text", "${X}"]]]}
+    made = hydra_compat.instantiate(hydra_compat.config_of(outer))
+    inner = made["list"][0]["nodes"][0]
+    assert (made["text"], inner.text, inner.inside["text"]) == ("${X}", "${X}", "${X}")
 
 
 def test_what_a_target_raises_is_passed_on_as_it_is(monkeypatch):

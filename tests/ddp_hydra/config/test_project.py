@@ -80,6 +80,17 @@ def test_code_behind_a_link_travels_and_data_does_not(tmp_path):
     (tmp_path / "shared" / "loop").symlink_to(tmp_path / "shared")
     found = {"models/own.py", "models/common/blocks.py", "models/common/deep/more.py"}
     assert set(names(pack(root))) == found | {"models/__init__.py", "data/__init__.py"}
+    (root / "data").mkdir()
+    (tmp_path / "photos/prepare.py").touch()
+    (tmp_path / "shared/mutual").symlink_to(tmp_path / "photos")
+    (tmp_path / "photos/mutual").symlink_to(tmp_path / "shared")
+    (tmp_path / "setup.py").touch()
+    for link, target in (("data/common", "shared"), ("models/repo", ".")):
+        (root / link).symlink_to(tmp_path / target)
+    found |= {"data/common/blocks.py", "data/common/deep/more.py", "models/photos/prepare.py"}
+    found |= {f"{link}/mutual/prepare.py" for link in ("models/common", "data/common")}
+    found |= {f"models/photos/mutual/{name}.py" for name in ("blocks", "deep/more")}
+    assert set(names(pack(root))) == found | {"models/__init__.py", "data/__init__.py"}, "no link to a folder around"
 
 
 def test_a_package_without_init_is_shipped_as_a_regular_one(tmp_path):

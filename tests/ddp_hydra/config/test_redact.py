@@ -48,6 +48,14 @@ CONF = Path(__file__).parents[3] / "conf"
         "primary_access_key",
         "group_access_token",
         "image_api_key",
+        "apikeys",
+        "apikey_prod",
+        "apikey_value",
+        "apikeyid",
+        "clientapikeys",
+        "client_apikeys",
+        "client_api_keys",
+        "secretaccesskey",
     ],
 )
 def test_what_is_called_like_a_secret(name):
@@ -65,7 +73,7 @@ def test_what_is_called_like_a_secret(name):
         "reset_pin", "otp_ratio", "passcode_length", "db_pass_rate", "pass_db", "db.pass",
         "tokens", "keys", "n_tokens", "num_tokens", "max_tokens", "max_new_tokens", "token_ids", "tokenizer",
         "stop_tokens", "special_tokens", "tokens_per_s", "num_keys", "hotkey", "primary_key", "group_key",
-        "key_of_table", "key_column", "column_key", "api_keys_path",
+        "key_of_table", "key_column", "column_key", "api_keys_path", "signatures", "robotkey", "assigntoken",
     ],
 )  # fmt: skip
 def test_what_is_not(name):
@@ -286,6 +294,18 @@ def test_a_number_in_a_config_is_shown_where_one_that_is_typed_is():
     assert all(redact.holds_secret(one) for one in ({"d_key": "8"}, {"api_key": 123456}, {"pwd": 1}))
     assert redact.secret_line("model:\n  d_key: 8\n  n_token: [1, 2]") is None
     assert redact.secret_line("a: 1\nd_key: '8'") == "d_key: '8'"
+
+
+@pytest.mark.parametrize("default", ["64", " 5", "true", "null", "${n}", ""])
+def test_a_short_number_is_no_secret_as_a_default_either(default):
+    reads = {"d_key": f"${{oc.env:DK,{default}}}", "pad_token": f"${{oc.select:x,{default}}}"}
+    assert redact.without(reads) == reads
+    assert redact.is_secret("password", f"${{oc.env:PW,{default}}}") == default.strip().isdigit()
+
+
+def test_a_default_that_may_be_a_secret_is_hidden():
+    texts = ("${oc.env:T,hunter2}", "${oc.env:${name},hunter2}", "${oc.env:T,1234567}", "${oc.env:A,1}${oc.env:B,x}")
+    assert all(redact.is_secret("token", text) for text in texts)
 
 
 def test_a_config_is_written_as_omegaconf_writes_it():

@@ -98,13 +98,14 @@ def test_paths_of_models_and_data_are_written_whole(tmp_path, monkeypatch):
     cfg.data.bucket = "./photos"
     find_paths(cfg)
     assert cfg.data.bucket == f"{tmp_path}/photos"
-    names = {"source": "base", "train": {"table": "base", "index": ""}, "path": ""}
+    (tmp_path / "rows.parquet").mkdir()  # as Spark writes it
+    names = {"source": "", "train": {"table": "base", "index": ""}, "path": ""}
     cfg = OmegaConf.create({"model": {}, "data": {**names, "bucket": "~no user/photos"}})
     find_paths(cfg)
     assert cfg.data == {**names, "bucket": "~no user/photos"}
-    cfg.data.source = "./base"
+    cfg.data.source, cfg.data.train.table = "base", "rows.parquet"
     find_paths(cfg)
-    assert cfg.data.source == f"{tmp_path}/base"
+    assert (cfg.data.source, cfg.data.train.table) == (f"{tmp_path}/base", f"{tmp_path}/rows.parquet")
 
 
 def test_runs_and_checkpoints_are_found_from_the_folder_that_the_command_was_typed_in(tmp_path, monkeypatch):

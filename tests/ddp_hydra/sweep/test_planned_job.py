@@ -84,7 +84,7 @@ def test_the_folder_of_another_job_is_not_taken(tmp_path):
         planned_job.take_over_folder(planned(tmp_path))
 
 
-@pytest.mark.parametrize("content", ["", "- lr=1\n- 'x", "- lr=1\n- {a"])
+@pytest.mark.parametrize("content", ["", "- lr=1\n- 'x", "- lr=1\n- {a", "- lr=1\n-", "hydra:"])
 def test_a_folder_whose_files_were_cut_off_holds_no_job(tmp_path, content):
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text(content)
@@ -154,6 +154,10 @@ def test_apps_of_others_get_a_local_cluster_of_as_many_workers_as_ranks_unless_t
     assert OmegaConf.create(planned_job.own_need(2, {"n_workers": 4}).cluster).n_workers == 4
     texts = planned_job.own_need(2, {"_target_": "some.Cluster", "prologue": ["cd ${SCRATCH}"]}).cluster
     assert OmegaConf.to_container(OmegaConf.create(texts), resolve=True)["prologue"] == ["cd ${SCRATCH}"]
+    given = {"_target_": "some.Cluster", "prologue": [r"cd \${SCRATCH}"], "text": r"\${SCRATCH}"}
+    launcher = utils.instantiate({"_target_": "types.SimpleNamespace", "_recursive_": False, "cluster": given})
+    texts = OmegaConf.create(planned_job.own_need(2, launcher.cluster).cluster)
+    assert (texts.prologue[0], texts.text) == ("cd ${SCRATCH}", "${SCRATCH}")
     other = OmegaConf.create(planned_job.own_need(2, {"_target_": "some.Cluster"}).cluster)
     assert other == {"_target_": "some.Cluster", "n_workers": 2}
 
