@@ -313,6 +313,8 @@ def _own_node(config: Mapping[str, Any], section: str, name: str) -> Any:
 def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], section: str, name: str) -> set[str]:
     absent = object()
     old, new = (_known_values(config, section, name) for config in (before, now))
+    if not (old and new):  # a whole node is of such a variable, or of a resolver: both are as they are now
+        old, new = (_node(config, section, name) for config in (before, now))
     return {key for key in {**old, **new} if old.get(key, absent) != new.get(key, absent)}
 
 
@@ -320,7 +322,7 @@ def _known_values(config: Mapping[str, Any], section: str, name: str) -> dict[st
     # A value that nobody knows, as of a variable that another host has given, equals no other.
     try:
         node = _own_node(_without_reads(dict(config)), section, name)
-    except OmegaConfBaseException:  # a whole node of such a variable is as it is now
+    except OmegaConfBaseException:
         return {}
     return {str(key): _known_value(node, key) for key in node}
 
@@ -372,7 +374,7 @@ RUNS_CODE: Mapping[str, Callable[[Any], bool]] = {
     "attn_implementation": lambda value: "/" in str(value),  # a kernel on the hub
 }
 """Arguments of transformers, and whether a value lets files of a model or of the hub run code."""
-_REFERENCE = re.compile(r"\$\{(oc\.select:|of_set:)?[\w., -]+\}")
+_REFERENCE = re.compile(r"\$\{(oc\.select:|of_set:)?[\w.,\[\] -]+\}")
 """Matches an interpolation that reads the config alone."""
 
 
@@ -415,7 +417,9 @@ def _is_typed(key: str, value: Any, words: Sequence[str]) -> bool:
 
 def _is_read(value: Any) -> bool:
     # By a resolver, such as oc.env.
-    return isinstance(value, str) and "${" in _REFERENCE.sub("", value)
+    while isinstance(value, str) and (without := _REFERENCE.sub("x", value)) != value:  # the inner ones first
+        value = without
+    return isinstance(value, str) and "${" in value
 
 
 def _without_reads(value: Any) -> Any:

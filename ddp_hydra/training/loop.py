@@ -213,7 +213,8 @@ def validate_and_decide(run: TrainingRun, due: Actions, means: Mapping[str, floa
     if validated:
         run.logged = {}  # a resume does not know what was logged before
         run.model.eval()  # also where its average was validated, or nothing
-        with seeded(run.cfg.seed, run.position.step, run.rank, OF_EVALUATION):  # a resume may begin here
+        averages = [] if run.ema is None else [run.ema.model]
+        with evaluation_mode(averages), seeded(run.cfg.seed, run.position.step, run.rank, OF_EVALUATION):
             run.call("validation")
         run.hear_callbacks()
     metric = run.cfg.objective.metric
@@ -306,8 +307,9 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         run.state.check()
         metrics, batch = named("train", computed(run.task, meter.result())), micro_batches[0].batch
         losses = ", ".join(f"{value:.4f}" for name, value in metrics.items() if name.endswith("loss"))
+        run.model.eval()
         with torch.no_grad(), run.autocast, evaluation_mode(modules_of(run.task)):
-            predicted = described(run.task.predict(run.model.eval(), batch))
+            predicted = described(run.task.predict(run.model, batch))
         if run.validation is not None:
             metrics |= run.validation.run(run.model, lambda: True, are_few=True)
     metric = cfg.objective.metric

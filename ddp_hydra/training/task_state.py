@@ -151,6 +151,7 @@ class TaskState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         given = {name: saved for name, saved in state["parts"].items() if saved is not None and name in self.parts}
+        given = {name: saved for name, saved in given.items() if saved or name in self.built}
         self.build_again(self.changed() - given.keys())  # they have changed since that checkpoint
         for name, saved in given.items():
             load_part(self.parts[name], "task", f"{type(self.task).__name__}.{name}", saved)
@@ -158,8 +159,11 @@ class TaskState:
             load_part(self.task, "task", type(self.task).__name__, own)
 
     def empty(self, state: Mapping[str, Any]) -> dict[str, str]:
-        # Go back to a state of the task's own that is empty.
-        return refusals({type(self.task).__name__: self.task} if state["own"] == {} else {})
+        # Go back to the empty states of the task's own, and of its parts that are no modules.
+        kind = type(self.task).__name__
+        owners = {kind: self.task} if self.tells_own and not state["own"] else {}
+        empty = [name for name, saved in state["parts"].items() if not saved and name not in self.built]
+        return refusals(owners | {f"{kind}.{name}": self.parts[name] for name in empty})
 
     def tell_unsaved(self, *modules: nn.Module) -> None:
         # Checkpoints have the modules, as the trained model, also where the task holds them. The first call is after a

@@ -496,7 +496,7 @@ class Ema:
 
     def __init__(self, model: nn.Module, decay: float, average: nn.Module | None = None) -> None:
         self.decay = decay
-        self.model: nn.Module = (_copied(model, decay) if average is None else average).requires_grad_(False).eval()
+        self.model: nn.Module = (_copied(model, decay) if average is None else average).requires_grad_(False)
         self.steps = 0
         self.with_extra_state = with_extra_state(self.model)
         self.infinite = {name for name, value in model.named_parameters() if not is_finite(value)}

@@ -204,12 +204,13 @@ class Sees(Callback):
         run._run.state.scheduler.seen += 1
 
 
-@pytest.mark.parametrize("first", [1, "${one}"])
+@pytest.mark.parametrize("first", [1, "${one}", "${ones[a]}", "${ones.${which}}"])
 def test_a_list_with_an_interpolation_that_gives_the_same_changes_nothing(train, first):
     here = __name__
     seen = {"sees": {"_target_": f"{here}.Sees"}}
     marked = {"_target_": f"{here}.Marked", "marks": [first, 2]}
-    whole, _ = check_resume(train, ("update", 6), whole={"one": 1, "scheduler": marked, "callbacks": seen})
+    keys = {"one": 1, "ones": {"a": 1}, "which": "a"}
+    whole, _ = check_resume(train, ("update", 6), whole={**keys, "scheduler": marked, "callbacks": seen})
     assert read(whole.last)["scheduler"]["seen"] == 2
 
 
@@ -217,6 +218,16 @@ def test_a_list_with_an_interpolation_that_gives_the_same_changes_nothing(train,
 def test_a_group_may_be_another_node(train, name):
     node = {**optimized("SGD", lr=0.1), "task": {"_target_": "ddp_hydra.tasks.Classification", "metric": "accuracy"}}
     check_resume(train, whole={name: "${mine}", "mine": node[name]})
+
+
+@pytest.mark.parametrize("node", ["${opts.${which}}", "${opts[b]}", "${oc.create:${opts.b}}"])
+def test_a_resume_has_the_settings_of_the_node_that_a_group_refers_to(train, node):
+    options = {"a": SGD | {"weight_decay": 0.1}, "b": SGD | {"weight_decay": 0.1}}
+    whole = {"optimizer": node, "which": "a", "opts": options}
+    stopped = train(whole=whole, stop_at=("update", 4))
+    changed = {**options, "b": SGD | {"weight_decay": 0.5}}
+    again = train(whole={**whole, "which": "b", "opts": changed}, resume=stopped.last)
+    assert groups(again)["weight_decay"] == 0.5
 
 
 PLACES = [

@@ -162,10 +162,30 @@ class Picky(Seldom):
         self.n = state["n"]
 
 
+class PickySteps(Steps):
+    """Takes no empty state, and has one before the first step."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": self.n} if self.n else {}
+
+
+class WithPicky(Counting):
+    """Has a part that takes no empty state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = PickySteps()
+
+    def step(self, model: Any, batch: Any) -> Step:
+        self.steps.n += model.training
+        return super().step(model, batch)
+
+
 @pytest.mark.parametrize(("policy", "bad"), [("skip", 1), ("rollback", 3), ("rollback", 1)])
-def test_a_task_that_takes_no_empty_state_keeps_its_own_and_is_named_once(train, policy, bad, capsys):
-    run = train(whole=parts_of(Picky), fault=[f"nan,step={bad}"], on_nonfinite=policy, epochs=1)
-    assert capsys.readouterr().err.count("Picky keeps the state that it has") == 1
+@pytest.mark.parametrize(("task", "name"), [(Picky, "Picky"), (WithPicky, "WithPicky.steps")])
+def test_a_state_that_can_not_be_empty_is_kept_and_its_owner_is_named_once(train, task, name, policy, bad, capsys):
+    run = train(whole=parts_of(task), fault=[f"nan,step={bad}"], on_nonfinite=policy, epochs=1)
+    assert capsys.readouterr().err.count(f"{name} keeps the state that it has") == 1
     assert run.value["steps"] == 4
 
 
