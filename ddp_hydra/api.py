@@ -172,7 +172,7 @@ class Connection:
             raise ConfigError("there is a cluster already: close it with .close() before another one is started")
         self._stack = ExitStack()
         job = ComposedConfig(overrides)
-        read = references.read_by(lambda key: key.startswith("cluster."), job.cfg)
+        read = references.read_by(lambda key: key.startswith("cluster."), cast(Any, OmegaConf.to_container(job.cfg)))
         for word in overrides:
             is_other = not key_of(word).startswith(("cluster", "hydra", *GROUPS))
             if is_other and not any(references.meet(key_of(word), key) for key in read):

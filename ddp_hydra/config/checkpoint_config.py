@@ -27,17 +27,15 @@ from ddp_hydra.config.schema import TOP, base, missing_key, number_types, why_un
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
+_UNESCAPED = r"(?:(?<!\\)|(?<=(?<!\\)\\\\))"
 _OF_THE_JOB = re.compile(
-    r"\$\{\s*(?:(?!oc\.)[\w.]+:|oc\.select:hydra,|(?:oc\.(?!env:)[\w.]+:\s*['\"]?)?\.*\[?cluster\b)"
+    rf"{_UNESCAPED}\$\{{\s*(?:(?!oc\.)[\w.]+:|oc\.select:hydra,|(?:oc\.(?!env:)[\w.]+:\s*['\"]?)?\.*\[?cluster\b)"
 )
 """Matches an interpolation with a resolver that only the job has, such as hydra's and now's, or with the cluster.
 
 `references.with_values_of_hydra` has written hydra's as oc.select's.
 """
-_UNESCAPED = r"(?:(?<!\\)|(?<=(?<!\\)\\\\))"
 _INNER = re.compile(rf"{_UNESCAPED}\$\{{[^{{}}]*\}}")
-_OUTER = re.compile(rf"{_UNESCAPED}\$\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}")
-"""Matches an interpolation that may have others inside."""
 _KEY = re.compile(r"\$\{\s*(?:[\w.]+:\s*)?([\w.]+)\s*\}")
 _OF_THE_COMMAND = {"cluster", "dispatch", "results", "resume", "detach", "faults", "dry_run", "tags"}
 """Keys that a command may change without changing what is trained."""
@@ -67,16 +65,17 @@ def _kept(raw: Any, parent: Any, key: Any) -> Any:
     if not isinstance(raw, str) or "${" not in raw:
         return str(raw) if isinstance(raw, Path) else raw  # of a structured config; torch.load reads plain values
     kept = references.with_secret_variables(raw)
+    if not _OF_THE_JOB.search(kept):
+        return kept
+    of_job = list(filter(_OF_THE_JOB.search, _INNER.findall(kept)))
+    if any((one := _KEY.fullmatch(text)) and redact.named_secret(one[1]) for text in of_job):  # ${cluster.password}
+        return redact.HIDDEN
     with suppress(OmegaConfBaseException):  # of a key that a job needs, the job has said so
-        for pattern in (_INNER, _OUTER):
-            of_job = list(filter(_OF_THE_JOB.search, pattern.findall(kept)))
-            if any((one := _KEY.fullmatch(text)) and redact.named_secret(one[1]) for text in of_job):
-                return redact.HIDDEN  # ${cluster.password}
-            if of_job == [kept]:
-                return _value(parent, key, kept)
-            # The rest of the text may be a secret.
-            values = {text: str(_value(parent, key, text)) for text in of_job}
-            kept = pattern.sub(lambda found: values.get(found[0], found[0]), kept)  # noqa: B023, it is called at once
+        has_secret = "oc.env:" in kept or any(map(redact.named_secret, re.findall(r"[\w.]+", kept)))
+        if not of_job or not has_secret:
+            return _value(parent, key, kept)
+        values = {text: str(_value(parent, key, text)) for text in of_job}
+        return _INNER.sub(lambda found: values.get(found[0], found[0]), kept)
     return kept
 
 

@@ -30,9 +30,10 @@ OF_ACCESS = {
 }  # fmt: skip
 """Words next to which "key" and "token" are no size of a model: numbers of such a name are secret, too."""
 _JOINED = re.compile(
-    rf"(?<![a-z])((?:{'|'.join(sorted({*OF_ACCESS, 'auth', 'secret'}))})+)(key|secret|token)(?=s?([^a-z]|$))"
+    rf"((?:(?<![a-z])(?:bot|sign)|{'|'.join(sorted({*OF_ACCESS, 'auth', 'secret'} - {'bot', 'sign'}))})+)"
+    r"(key|secret|token)(?=s?([^a-z]|$))"
 )
-"""Matches two words that are written as one: "secretkey", "accesstoken"."""
+"""Matches two words that are written as one: "secretkey", "awsaccesstoken"; not the end of "robot" and "assign"."""
 ONE_TIME = {"otp", "passcode"}
 """Words that are secret as the last one; "otp_ratio" is a number of something else."""
 HARMLESS = {

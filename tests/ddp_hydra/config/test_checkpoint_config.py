@@ -146,14 +146,16 @@ def test_no_secret_is_kept_beside_what_only_the_job_knows(monkeypatch):
         (r"\${user:name}", r"\${user:name}", "${user:name}"),
         (r"cluster \${label}", r"cluster \${label}", "cluster ${label}"),
         (r"\${cluster.n_workers} ${cluster.n_workers}", r"\${cluster.n_workers} 3", "${cluster.n_workers} 3"),
-        (r"C:\\${cluster.n_workers}", r"C:\\3", r"C:\\3"),
+        (r"C:\\${cluster.n_workers}", "C:\\3", "C:\\3"),
+        ("${oc.select:data.q,${cluster.dir}/cache}", "/r/lr=0.1 (1)/cache", "/r/lr=0.1 (1)/cache"),
+        ("${oc.select:data.q,${cluster.none}}", None, None),
         ("${cluster.label}", r"\${X}", "${X}"),
         ("${oc.select:cluster.${data.bucket}}", 7, 7),
         ("${oc.env:NONE,cluster}", "${oc.env:NONE,cluster}", "cluster"),
     ],
 )
 def test_an_escaped_text_comes_back_as_it_is(text, stored, read):
-    cluster = {"label": r"\${X}", "photos": 7}
+    cluster = {"label": r"\${X}", "photos": 7, "dir": "/r/lr=0.1 (1)", "none": None}
     kept = checkpoint_config.stored_config(config(data={"text": text}, cluster=cluster))
     assert kept["data"]["text"] == stored
     assert checkpoint_config.composed(kept).data.text == read
