@@ -57,7 +57,9 @@ import socket, sys, time
 time.sleep(0.3)
 
 def main():
-    socket.socket(fileno=int(sys.argv[1])).sendall(b"here")
+    theirs = socket.socket(fileno=int(sys.argv[1]))
+    theirs.sendall(b"here")
+    theirs.recv(1)  # until the test is over: Python's own end has no handlers
 """
 
 
