@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core import utils
@@ -36,6 +37,7 @@ from yaml import YAMLError
 
 from ddp_hydra.cli.words import full_key_of, is_removed, joined, key_of, places_of, value_of
 from ddp_hydra.config import env_values, experiments, project, redact, references, schema, unknown_keys
+from ddp_hydra.config.checkpoint_config import as_typed
 from ddp_hydra.config.hydra_compat import (
     CONFIG_DIR,
     ENV_SET,
@@ -46,6 +48,7 @@ from ddp_hydra.config.hydra_compat import (
     parse_override,
     sets_variables,
     typed_sources,
+    typed_words,
     variables_of,
 )
 from ddp_hydra.config.redact import HIDDEN
@@ -66,6 +69,8 @@ ONE_RUN = "hydra.mode=RUN"
 SWEEP = "--multirun"
 SWEEPS = {"-m", SWEEP, "hydra.mode=MULTIRUN"}
 GPUS = "CUDA_VISIBLE_DEVICES"
+AFTER = "ddp_hydra"
+"""What Hydra's list of sources calls a layer of the project space behind the first."""
 OWN_CONFIGS = "a command that is given a run has the run's own configs"
 
 
@@ -86,7 +91,7 @@ class LayerConfigs(SearchPathPlugin):
         for folder in self.before:
             search_path.prepend(CONFIG_DIR, f"file://{folder}", anchor="main")
         for folder in self.after:
-            search_path.append("ddp_hydra", f"file://{folder}")
+            search_path.append(AFTER, f"file://{folder}")
 
 
 @contextmanager
@@ -95,8 +100,17 @@ def layered(config_dir: str | None = None) -> Iterator[Path]:
     Plugins.instance().register(LayerConfigs)
     main, *after = [root / "conf" for root in project.layers() if (root / "conf").is_dir()]
     LayerConfigs.before, LayerConfigs.after = (Path(config_dir).absolute(),) if config_dir else (), tuple(after)
+    original: Any = ConfigRepository.initialize_sources
+
+    def initialize_sources(self: Any, search_path: ConfigSearchPath) -> None:
+        # Hydra adds `hydra.searchpath` last, and asserts that the schemas stay behind it.
+        sources = search_path.get_path()
+        sources[:] = sorted(sources, key=lambda source: (source.provider == "schema", source.provider == AFTER))
+        original(self, search_path)
+
     try:
-        yield main
+        with patched(ConfigRepository, "initialize_sources", initialize_sources):
+            yield main
     finally:
         LayerConfigs.before = LayerConfigs.after = ()
 
@@ -192,11 +206,23 @@ def checked_as_composed() -> AbstractContextManager[None]:
         self: Any, config_name: str | None, overrides: list[str], run_mode: RunMode, *args: Any, **more: Any
     ) -> Any:
         cfg = original(self, config_name, overrides, run_mode, *args, **more)
+        if (folder := cfg.hydra.output_subdir) != HYDRA:
+            raise ConfigError(f"hydra.output_subdir={as_typed(folder)}: resume=<run> reads {HYDRA}: leave it out")
         if run_mode is RunMode.RUN:  # a sweep composes its jobs later
             unknown_keys.check_typed(cfg, cfg.hydra, self.config_loader)
+        else:
+            _refuse_swept_resume(cfg.hydra)
         return cfg
 
     return patched(Hydra, "compose_config", compose_config)
+
+
+def _refuse_swept_resume(hydra_cfg: Any) -> None:
+    """Refuse runs that a sweep would resume without the words that each was typed with."""
+    swept = [*(hydra_cfg.sweeper.get("params") or ()), *filter(_is_sweep, typed_words(hydra_cfg))]
+    if "resume" in map(key_of, swept):
+        said = "resume can't be swept: each run goes on with the words that it was typed with"
+        raise ConfigError(f"{said}: type a command for each, with resume=<run>")
 
 
 def listed_without_copies() -> AbstractContextManager[None]:
@@ -250,15 +276,17 @@ def read_words(arguments: list[str]) -> list[str]:
 
 def with_joined_values(arguments: list[str]) -> list[str]:
     """Join options and their values, `--config-dir a=b`, which would be taken for overrides, and write them long."""
-    short = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path"}
+    short = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path", "-i": "--info"}
     words: list[str] = []
     for word in arguments:
         option, equals, value = word.partition("=")
-        if words and words[-1] in short.values() and not word.startswith("-"):
+        is_override = bool(equals) or word.startswith("~")
+        takes_value = words and words[-1] in short.values() and not (words[-1] == "--info" and is_override)
+        if takes_value and not word.startswith("-"):
             words[-1] += f"={word}"
         else:
             words.append(f"{short.get(option, option)}{equals}{value}")
-    return words
+    return ["--info=all" if word == "--info" else word for word in words]  # else argparse takes an override for it
 
 
 def with_options_first(arguments: list[str]) -> list[str]:

@@ -133,6 +133,11 @@ def compose_and_run() -> None:
     given, unknown = get_args_parser().parse_known_args(sys.argv[1:])
     if options := [word for word in unknown if word.startswith("-")]:
         raise ConfigError(unknown_keys.no_option(options[0]))
+    if given.config_path is not None:  # no file of a run says that it was typed
+        raise ConfigError(
+            f"--config-path={given.config_path}: the main folder of configs is the project's conf: "
+            "give --config-dir=<folder>, whose configs win over the project's"
+        )
     try:
         with (
             layered(given.config_dir) as folder,

@@ -272,8 +272,6 @@ class PopulationSweeper(Sweeper):
             )
         if own := [key for key in (*searched, *(word.partition("=")[0] for word in fixed)) if key.strip("+") == PAUSE]:
             raise ConfigError(f"{own[0]} is set by hydra/sweeper=pbt: give hydra.sweeper.validations instead")
-        if "resume" in searched:
-            raise ConfigError("resume can't be searched: hydra/sweeper=pbt sets it itself")
         return fixed, searched
 
     def train(self, generation: int, members: Sequence[Member], fixed: Sequence[str]) -> Sequence[JobReturn]:

@@ -115,6 +115,37 @@ def test_a_resume_in_another_folder_that_lacks_an_option_names_the_folder_of_the
     assert main.error_message(error).endswith("The options are other")
 
 
+@pytest.mark.parametrize("words", [["-cp", "conf"], ["seed=1,2", "-m", "--config-path=conf"]])
+def test_a_main_folder_that_no_run_keeps_is_refused(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ddp-hydra", *words])
+    assert main.report(main.compose_and_run) == 1
+    assert "--config-path=conf: the main folder of configs is the project's conf: give --con" in capsys.readouterr().err
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-m", "resume=a,b", "seed=1,2"], "resume can't be swept"),
+        (["-m", "resume=glob(*)"], "resume can't be swept"),
+        (["-m", "resume=choice(a,b)", "hydra/sweeper=optuna"], "resume can't be swept"),
+        (["-m", "hydra.sweeper.params={resume: 'a,b'}"], "resume can't be swept"),
+        (["-cn", "sweep"], "resume can't be swept"),
+        (["hydra.output_subdir=null"], "hydra.output_subdir=null: resume=<run> reads .hydra: leave it out"),
+        (["-m", "seed=1,2", "hydra.output_subdir=x"], "hydra.output_subdir=x: resume=<run> reads .hydra: leave it out"),
+    ],
+)
+def test_runs_that_could_not_go_on_with_their_words_are_refused(words, said, monkeypatch, capsys, tmp_path):
+    (tmp_path / "conf").mkdir()
+    swept = "{mode: MULTIRUN, sweeper: {params: {resume: 'a,b'}}}"
+    (tmp_path / "conf/sweep.yaml").write_text(f"defaults: [job, _self_]\nhydra: {swept}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ddp-hydra", *words])
+    assert main.report(main.compose_and_run) == 1
+    assert capsys.readouterr().err.startswith(f"ddp_hydra: {said}")
+    assert [path.name for path in tmp_path.iterdir()] == ["conf"]
+
+
 def test_a_word_that_is_no_command_names_the_commands(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ddp-hydra", "evaluates"])
     with pytest.raises(SystemExit):

@@ -709,6 +709,48 @@ def test_the_value_of_an_option_is_no_override():
     assert (given.config_dir, given.config_name, given.overrides, overrides) == ("a=b", "c", ["seed=1"], [])
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (["a=1", "--info"], ["--info=all", "a=1"]),
+        (["-i", "a=1"], ["--info=all", "a=1"]),
+        (["--info", "~b"], ["--info=all", "~b"]),
+        (["a=1", "-i", "defaults", "-m"], ["--info=defaults", "-m", "a=1"]),
+        (["--info=config", "a=1"], ["--info=config", "a=1"]),
+        (["-i", "-m"], ["--info=all", "-m"]),
+    ],
+)
+def test_what_follows_an_option_with_an_optional_value_may_be_an_override(given, found):
+    assert typed.read_words(given) == found
+    get_args_parser().parse_args(found)
+
+
+def test_a_path_with_a_comma_can_be_resumed_by_a_sweep(tmp_path, monkeypatch):
+    (tmp_path / "a,b/.hydra").mkdir(parents=True)
+    (tmp_path / "a,b/.hydra/overrides.yaml").write_text("- optimizer.lr=0.5\n")
+    monkeypatch.chdir(tmp_path)
+    assert typed.read_words(["-m", "resume=a,b", "seed=1,2"]) == ["-m", "optimizer.lr=0.5", 'resume="a,b"', "seed=1,2"]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("is_typed", [False, True])
+def test_folders_to_search_win_over_what_ships_and_the_project_over_them(is_typed, tmp_path, monkeypatch):
+    place = f"hydra.searchpath=[file://{tmp_path}/team]"
+    for folder in ("team", "conf"):
+        (tmp_path / folder / "optimizer").mkdir(parents=True)
+        (tmp_path / folder / "optimizer/adam.yaml").write_text(f"{{_target_: x, name: {folder}}}\n")
+    (tmp_path / "team/optimizer/sgd.yaml").write_text("{_target_: x, name: team}\n")
+    (tmp_path / "conf/main.yaml").write_text(
+        "defaults: [config, _self_]\n"
+        if is_typed
+        else f"defaults: [config, _self_]\nhydra: {{searchpath: ['file://{tmp_path}/team']}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for option, name in (("sgd", "team"), ("adam", "conf")):
+        words = ["--config-name=main", f"optimizer={option}"]
+        assert typed.compose([*words, *[place] * is_typed]).optimizer.name == name
+
+
 def test_of_two_runs_to_resume_the_last_one_counts(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name / ".hydra").mkdir(parents=True)

@@ -105,7 +105,6 @@ def test_if_all_fail_it_ends(made):
     [
         (["a=1"], "has no keys to search"),
         (["a=1,2", "trainer.pause_after_validations=3"], "give hydra.sweeper.validations instead"),
-        (["a=1,2", "resume=a,b"], "resume can't be searched"),
     ],
 )
 def test_keys_of_its_own_are_refused(made, arguments, message):
