@@ -143,7 +143,7 @@ def _read_as_validation(cfg: DictConfig, overrides: Sequence[str]) -> None:
 
 def _as_validation(train: Any, val: Any, key: str, typed: set[str]) -> Any:
     if isinstance(train, list):
-        others = dict(enumerate(val)) if isinstance(val, list) else {}
+        others: Any = dict(enumerate(val)) if isinstance(val, list) else {}
         return [_as_validation(one, others.get(i), f"{key}.{i}", typed) for i, one in enumerate(train)]
     if not isinstance(train, dict):
         return train
