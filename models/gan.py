@@ -56,14 +56,14 @@ class Adversarial(Task):
         noise = torch.randn(len(real), model.noise, device=real.device)
         if update == "generator":
             opinion = model.discriminator(model.generator(noise))
-            return Step(F.binary_cross_entropy_with_logits(opinion, torch.ones_like(opinion)))
+            return Step(F.binary_cross_entropy_with_logits(opinion, torch.ones_like(opinion)), len(real))
         with torch.no_grad():
             made = model.generator(noise)
         on_real, on_made = model.discriminator(torch.cat([real, made])).chunk(2)
         loss = F.binary_cross_entropy_with_logits(on_real, torch.ones_like(on_real))
         loss = loss + F.binary_cross_entropy_with_logits(on_made, torch.zeros_like(on_made))
         right = (on_real > 0).sum() + (on_made < 0).sum()
-        return Step(loss, sums={"accuracy": right / 2})
+        return Step(loss, len(real), {"accuracy": right / 2})
 
 
 class ShowSamples(Callback):

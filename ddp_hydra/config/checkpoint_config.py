@@ -43,6 +43,8 @@ _LENGTHS = {"trainer.pause_after_validations", "trainer.time_limit_s"}
 """Keys that end a command, but not the run."""
 _HOW = ("transform", "transforms", "target_transform", "collate", "shuffle", "shuffle_buffer")
 """Arguments of data sets that say how samples are read, and not which."""
+_INSIDE = ("dataset", "datasets", "sets")
+"""Arguments of data sets that are data sets."""
 _NODES: dict[Any, Any] = {bool: BooleanNode, float: FloatNode, int: IntegerNode}
 """Nodes that turn the text that an interpolation gives into a value of the key's type."""
 _NEEDED = ("data", "model", "task", "loss", "metrics")
@@ -129,20 +131,35 @@ def composed(
 
 def _read_as_validation(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Give data.train what data.val says of how samples are read, and not which: no augmentation, no mixing."""
-    raw: Any = OmegaConf.to_container(cfg.data)
-    train, val = raw.get("train"), raw.get("val")
     typed = {word.lstrip("+").partition("=")[0] for word in overrides}
-    keys = [key for key in _HOW if not any(f"{word}.".startswith(f"data.train.{key}.") for word in typed)]
+    raw: Any = OmegaConf.to_container(cfg.data)
+    sets = raw["sets"] if isinstance(raw.get("sets"), dict) else {}  # of a mixture
+    of_sets = [(f"data.sets.{name}", cfg.data.sets[name]) for name, one in sets.items() if isinstance(one, dict)]
+    for key, node in [("data", cfg.data), *of_sets]:
+        own: Any = OmegaConf.to_container(node)
+        if "train" in own:
+            node.train = _as_validation(own["train"], own.get("val"), f"{key}.train", typed)
+
+
+def _as_validation(train: Any, val: Any, key: str, typed: set[str]) -> Any:
+    if isinstance(train, list):
+        others: Any = dict(enumerate(val)) if isinstance(val, list) else {}
+        return [_as_validation(one, others.get(i), f"{key}.{i}", typed) for i, one in enumerate(train)]
     if not isinstance(train, dict):
-        return
-    if isinstance(val, dict) and val.get("_target_") == train.get("_target_"):
-        kept = {key: value for key, value in train.items() if key not in keys}
-        cfg.data.train = {**kept, **{key: val[key] for key in keys if key in val}}
-    elif given := [key for key in keys if OmegaConf.select(cfg, f"data.train.{key}") not in (None, False, 0)]:
+        return train
+    is_alike = isinstance(val, dict) and val.get("_target_") == train.get("_target_")
+    keys = [name for name in _HOW if not any(f"{word}.".startswith(f"{key}.{name}.") for word in typed)]
+    given = [name for name in keys if train.get(name) not in (None, False, 0)]
+    if given and not is_alike:
         raise ConfigError(
-            f"split=train: data.train.{given[0]} is for training, and no data.val of this class has another one: give "
-            f"+data.train.{given[0]}=null or a node with a _target_"
+            f"split=train: {key}.{given[0]} is for training, and no data.val of this class has another one: give "
+            f"+{key}.{given[0]}=null or a node with a _target_"
         )
+    others = val if is_alike else {}
+    kept = {name: value for name, value in train.items() if name not in keys or not is_alike}
+    for name in [name for name in kept if name in _INSIDE or "_target_" not in train]:
+        kept[name] = _as_validation(kept[name], others.get(name), f"{key}.{name}", typed)
+    return {**kept, **{name: others[name] for name in keys if name in others}}
 
 
 def changed(

@@ -76,7 +76,9 @@ OF_DATA_LOADER = {
 }
 """Arguments of torch's DataLoader that a config of data may hold by habit, and what takes their place; those that
 change no batch may stay."""
-OUR_DATA_KEYS = ("name", "batch_size", "global_batch", "train", "val", "prefetch", "memory_mb", "workers")
+OUR_DATA_KEYS = (
+    "name", "batch_size", "global_batch", "train", "val", "prefetch", "memory_mb", "workers", "n_samples", "shard_by"
+)  # fmt: skip
 
 
 def check(cfg: DictConfig) -> None:

@@ -6,8 +6,8 @@ So what a data set draws is the same in every run, whatever the workers, ranks, 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,15 @@ def tell_epoch(data: Any, epoch: int, seed: int | None) -> None:
     with StateGuard():
         seed_by(seed, epoch)
         data.set_epoch(epoch)
+
+
+def ordered(batches: Callable[[int, int], Iterable[Any]], epoch: int, position: int, seed: int) -> Iterator[Any]:
+    # A sampler's batches. All ranks draw one order, also after a resume.
+    with StateGuard():
+        seed_by(seed, epoch)
+        found = iter(batches(epoch, position))
+        first = list(islice(found, 1))  # a generator draws the order only now
+    return chain(first, found)
 
 
 class Indices(list[int]):

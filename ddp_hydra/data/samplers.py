@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ddp_hydra.console.text import counted
-from ddp_hydra.data.draws import Indices
+from ddp_hydra.data.draws import Indices, ordered
 from ddp_hydra.errors import ConfigError
 
 
@@ -317,8 +317,8 @@ class Weighted(Sampler):
 class Repeated:
     """Repeats the first batches of the first epoch of another sampler; its epochs are as long as the other's."""
 
-    def __init__(self, sampler: Any, batches: int) -> None:
-        self.sampler, self.first = sampler, batches
+    def __init__(self, sampler: Any, batches: int, seed: int = 0) -> None:
+        self.sampler, self.first, self.seed = sampler, batches, seed
         self.global_batch = sampler.global_batch
 
     def __len__(self) -> int:
@@ -330,7 +330,7 @@ class Repeated:
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[list[int]]:
         """Yield this rank's batches of an epoch, from `position` on."""
-        first = list(islice(self.sampler.batches(0), self.first))
+        first = list(islice(ordered(self.sampler.batches, 0, 0, self.seed), self.first))
         begin = (len(self) - self.steps(position)) % len(first)
         again = islice(cycle(enumerate(first)), begin, begin + self.steps(position))
         for start, (number, batch) in zip(count(position, self.global_batch), again, strict=False):

@@ -16,8 +16,9 @@ class Step(NamedTuple):
     Args:
         loss: a mean over the micro-batch, a scalar.
         n: the number of things that it is a mean of: samples, pixels or tokens that count, the sum of their weights; a
-            scalar on the device where that depends on the data. None: the samples of the micro-batch. The step's
-            gradient is the gradient of the mean over the things of all micro-batches and ranks.
+            scalar on the device where that depends on the data. None: the samples that the data set was asked for, also
+            where its `collate` leaves some out. The step's gradient is the gradient of the mean over the things of all
+            micro-batches and ranks.
         sums: name -> a sum over the micro-batch: a number, a scalar, or a tensor of any shape. The sums of all
             micro-batches and ranks are added up in 64 bits, so each sample counts once, whatever the batches. A pair
             (sum, count) is divided by its own count instead of by `n`; with None as the count, by nothing.

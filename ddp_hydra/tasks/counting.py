@@ -171,7 +171,8 @@ class Counting:
             return prediction.numel() // prediction.shape[-1]
         if self.kind == "elements" and self.reduction != "batchmean":
             return torch.broadcast_shapes(prediction.shape, target.shape).numel()
-        return None
+        rows = getattr(target, "shape", ())[:1]  # a collate may leave samples out
+        return rows[0] if rows and rows == prediction.shape[:1] else None
 
     def counted(self, target: Tensor) -> Tensor:
         """Return the number of class numbers that count."""

@@ -187,7 +187,7 @@ class ModelLoss(Task):
         if not isinstance(labels, Tensor):
             return _answers(batch, found(output, "start_logits")), None, False
         if name.endswith("ForCTC"):
-            return None, None, getattr(config, "ctc_loss_reduction", "mean") == "sum"
+            return len(labels), None, getattr(config, "ctc_loss_reduction", "mean") == "sum"
         n_all = labels.numel()
         if labels.is_floating_point():
             return n_all, labels, False

@@ -65,7 +65,7 @@ class Segmentation(Task):
             own, guessed = (torch.bincount(part, minlength=n_classes) for part in (truth, guess))
             both = torch.bincount(guess[guess == truth], minlength=n_classes)
             sums: dict[str, Any] = {"intersection": both, "union": guessed + own - both, "pixels": len(truth)}
-            n = self.counting.n(prediction, target)
+            n = self.counting.n(prediction, target) if self.counting.kind else len(masks)
         return Step(loss, n, sums, logits, masks, self.counting.summed)
 
     def _rounded(self, masks: Tensor, n_channels: int) -> Tensor:

@@ -62,7 +62,7 @@ import numpy as np
 import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf, open_dict
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.config.targets import make, parameters
@@ -130,8 +130,11 @@ def _check_kind(data: Any, key: str) -> None:
     name = name_of(data)
     if isinstance(data, (list, tuple)) and data and all(isinstance(part, Dataset) for part in data):
         raise ConfigError(f"{len(data)} data sets were built, as by random_split: let _target_ return one of them")
-    if isinstance(data, DataLoader) and (data.batch_size is not None or data.batch_sampler is not None):
-        raise ConfigError("the DataLoader makes batches: give it batch_size=None, or give its data set in its place")
+    if isinstance(data, DataLoader) and (data.batch_sampler is not None or isinstance(data.sampler, BatchSampler)):
+        raise ConfigError(
+            "the DataLoader makes batches: give it batch_size=None and no BatchSampler, or give its data set in its "
+            "place"
+        )
     n = _checked_length(data, name)
     if not streams.is_stream(data) and n is None:
         raise ConfigError(f"{name} has no length: give it __len__, or make it an IterableDataset")
@@ -252,7 +255,7 @@ def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool
     bounds = {name: cfg.data[name] for name in ("prefetch", "memory_mb") if cfg.data.get(name) is not None}
     if streams.is_stream(data):
         options = {"way": cfg.data.get("shard_by"), "progress": heartbeat.progress, "seed": cfg.seed}
-        options["gather"] = world.gather_objects if world.size > 1 else None
+        options |= {"warn": results.warn, "gather": world.gather_objects if world.size > 1 else None}
         return streams.StreamLoader(data, device, channels_last, **bounds, **options)
     return Loader(data, device, channels_last, **bounds, progress=heartbeat.progress, seed=cfg.seed, warn=results.warn)
 

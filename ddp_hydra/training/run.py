@@ -278,11 +278,11 @@ class TrainingRun:
             if not self.epoch_is_over:
                 heartbeat.at("load", self.step)
 
-    def batches(self) -> Any:
-        epoch, offset = self.position.epoch, self.position.offset
-        batches = self.sampler.batches(epoch, offset)
+    def batches(self, steps_ago: int = 0) -> Any:
+        epoch, offset = self.position.epoch, self.position.offset - steps_ago * self.sampler.global_batch
         if isinstance(self.sampler, StreamSampler):
-            return batches
+            return self.sampler.batches(epoch, offset)
+        batches = draws.ordered(self.sampler.batches, epoch, offset, self.cfg.seed)
         return draws.numbered(batches, epoch, offset, self.sampler.global_batch, self.rank)
 
     def begin_updates(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[Update, Iterable[MicroBatch]]]:
@@ -311,9 +311,7 @@ class TrainingRun:
     def rolls_back(self, found: NonFiniteStep) -> bool:
         for update in self.updates.values():
             update.part.leave_out_step()
-        offset = self.position.offset - found.steps_ago * self.sampler.global_batch
-        samples = next(iter(self.sampler.batches(self.position.epoch, offset)))
-        if not self.nonfinite.handle(found, self.rank, samples):
+        if not self.nonfinite.handle(found, self.rank, next(iter(self.batches(found.steps_ago)))):
             return False
         self.stop = 0  # the next step will stop the run: only then there is something to save
         self.ended_by_callback, self.cadence = False, replace(self.cadence, total_steps=self.total_steps)

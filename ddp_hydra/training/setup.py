@@ -52,7 +52,7 @@ def build_sampler(cfg: DictConfig, train_set: Any, world: World) -> tuple[Any, S
     is_stream = isinstance(sampler, StreamSampler)
     consensus = StepConsensus(world, sampler.counts, sampler.heard) if is_stream else StepConsensus(world)
     if cfg.trainer.overfit_batches and not is_stream:
-        sampler = Repeated(sampler, cfg.trainer.overfit_batches)
+        sampler = Repeated(sampler, cfg.trainer.overfit_batches, cfg.seed)
     return sampler, consensus
 
 

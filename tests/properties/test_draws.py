@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset
 
 from ddp_hydra.data import wrappers
-from ddp_hydra.data.draws import numbered
+from ddp_hydra.data.draws import StateGuard, numbered, ordered
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.samplers import Chunked, Distributed, Repeated, Weighted
 from ddp_hydra.data.streams import StreamLoader, StreamSampler
@@ -150,3 +150,35 @@ def test_a_collate_draws_by_the_place_of_its_batch():
     first, again = (list(Loader(Collating(), CPU, seed=7).load(sampler.batches(0))) for _ in range(2))
     assert all(map(torch.equal, first, again))
     assert len({one.tolist()[0] for one in first}) == len(first)
+
+
+class Multinomial(Distributed):
+    def order(self, epoch):
+        more = np.random.permutation(self.n_samples) + random.randrange(self.n_samples)
+        return (torch.multinomial(torch.ones(self.n_samples), self.n_samples).numpy() + more) % self.n_samples
+
+
+class Generating(Distributed):
+    def batches(self, epoch, position=0):
+        order = torch.randperm(self.n_samples).tolist()
+        for start in range(position, self.n_samples, self.global_batch):
+            yield order[start + self.rank * self.batch_size :][: self.batch_size]
+
+
+@pytest.mark.parametrize("kind", [Multinomial, Generating])
+def test_an_order_from_the_global_generators_is_that_of_all_ranks_and_of_a_resume(kind):
+    def read(epoch, position=0, rank=0, ranks=1, wrap=lambda sampler: sampler, seed=7):
+        torch.rand(3), np.random.rand(), random.random()  # as training does
+        return list(ordered(wrap(kind(N, 4, rank, ranks)).batches, epoch, position, seed))
+
+    whole = read(1)
+    assert read(1, 8) == whole[2:]
+    both = zip(read(1, 0, 0, 2), read(1, 0, 1, 2), strict=True)
+    assert [batch for pair in both for batch in pair] == whole
+    assert whole not in (read(0), read(1, seed=8))
+    again = [read(epoch, wrap=lambda sampler: Repeated(sampler, 2, 7)) for epoch in (0, 1)]
+    assert again[0] == again[1]
+    assert again[0][:2] == again[0][2:4] == read(0)[:2]
+    guard = StateGuard()
+    ordered(kind(N, 4).batches, 0, 0, 7)
+    assert not guard.has_moved()

@@ -271,12 +271,20 @@ class StreamLoader(Loader):
             position += sampler.global_batch
 
     def _compare(self, ahead: Lookahead[StepBatches], part: Part) -> None:
-        if self.gather is None or not part.dealt or self.way is not None:
+        is_shared = self.way == "itself" and not part.training
+        if self.gather is None or not (is_shared or (part.dealt and self.way is None)):
             return
         self.wait(lambda: ahead.wait_for(1))
         firsts, self.gather = self.gather(list(part.first)), None
-        if any(not all(map(alike, firsts[0], other)) for other in firsts[1:]):
-            name = name_of(self.dataset)
+        name = name_of(self.dataset)
+        if is_shared:
+            if part.rank == 0 and part.first and _is_whole(firsts) and all(first == firsts[0] for first in firsts):
+                self.warn(
+                    f"{name} gives all ranks the same first samples, and data.shard_by=itself holds for data.val, too: "
+                    f"if they go on alike, each sample counts {len(firsts)} times in the validation. Let it look at "
+                    "RANK and WORLD_SIZE as data.train does, or define of_rank(rank, world_size) in place of the key"
+                )
+        elif any(not all(map(alike, firsts[0], other)) for other in firsts[1:]):
             raise ConfigError(
                 f"{name} gives each rank samples of its own: type +data.shard_by=itself, predict on one rank. If "
                 "only the order of the samples differs, and that is meant, type +data.shard_by=samples"
@@ -292,3 +300,8 @@ class StreamLoader(Loader):
 
         is_ahead = bool(self.prefetch and self.in_threads)
         return Lookahead(repeat(make), int(is_ahead), depth_of=depth, stop=part.stop)
+
+
+def _is_whole(summary: Any) -> bool:
+    # Return whether all of a sample can be compared, see `alike`.
+    return all(map(_is_whole, summary)) if isinstance(summary, list) else summary is not None

@@ -217,6 +217,38 @@ def test_training_data_are_read_as_validation_data_are():
     assert split(AUGMENTED, bare).train == {"_target_": "a.Set", "prefix": "train"}
 
 
+BARE = {"_target_": "a.Set", "prefix": "train"}
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda one: {"_target_": "Subset", "dataset": one, "indices": [0, 1]},
+        lambda one: {"_target_": "Concat", "datasets": [{"_target_": "Subset", "dataset": one}, {"_target_": "Other"}]},
+        lambda one: {"_target_": "Mixed", "sets": {"photos": one}},
+    ],
+)
+def test_data_sets_inside_are_read_as_validation_data_are(around):
+    assert split(around(AUGMENTED), around(BARE | {"prefix": "val"})).train == around(BARE)
+    assert split(around(AUGMENTED), around(PLAIN)).train.get("indices") == around(BARE).get("indices")
+    for val in (None, BARE, around({"_target_": "another.Set"})):
+        with pytest.raises(ConfigError, match=r"\+data\.train\.[a-z0.]+\.transform=null or a node") as refused:
+            split(around(AUGMENTED), val)
+        typed = str(refused.value).partition("give ")[2].partition(" or ")[0]
+        assert split(around(AUGMENTED), val, typed).train == around(AUGMENTED | {"transform": None})
+
+
+def test_the_sets_of_a_mixture_are_read_as_validation_data_are():
+    mix = {"_target_": "Mix", "sets": "${..sets}"}
+    sets = {"a": {"train": AUGMENTED, "val": BARE}, "b": {"val": BARE}, "c": "${data.sets.a}"}
+    data = {"size": 9, "sets": sets, "train": mix, "val": mix | {"part": "val"}}
+    found = checkpoint_config.composed({"seed": 1, "data": data}, [], split="train").data
+    assert found.train == {"_target_": "Mix", "sets": sets | {key: {"train": BARE, "val": BARE} for key in "ac"}}
+    sets["a"] = {"train": AUGMENTED}
+    with pytest.raises(ConfigError, match=r"\+data\.sets\.a\.train\.transform=null or a node"):
+        checkpoint_config.composed({"seed": 1, "data": data}, [], split="train")
+
+
 @pytest.mark.parametrize("val", [None, {"_target_": "another.Set", "prefix": "val"}])
 def test_a_transform_of_training_that_nothing_can_take_the_place_of_is_refused_unless_it_is_typed(val):
     with pytest.raises(ConfigError, match=r"split=train: data\.train\.transform is for training, and no data"):

@@ -142,6 +142,8 @@ def hydra_part(words, choices):
         ("data.train.colour", {}, []),  # its target will say
         ("model.width", {}, []),
         ("data.prefetch", {"data.val": None}, []),
+        ("data.n_samples", {}, []),
+        ("data.shard_by", {}, []),
     ],
     ids=str,
 )

@@ -12,12 +12,14 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch.utils.data import (
+    BatchSampler,
     ChainDataset,
     ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     Sampler,
+    SequentialSampler,
     Subset,
     TensorDataset,
     random_split,
@@ -227,11 +229,16 @@ def batches() -> Any:
     return DataLoader(points(), batch_size=2)
 
 
+def batches_of_a_sampler() -> Any:
+    return DataLoader(points(), batch_size=None, sampler=BatchSampler(SequentialSampler(points()), 2, drop_last=False))
+
+
 @pytest.mark.parametrize(
     ("target", "said"),
     [
         (two, r"2 data sets were built, as by random_split: let _target_ return one of them"),
-        (batches, r"the DataLoader makes batches.*: give it batch_size=None, or give its data set"),
+        (batches, r"the DataLoader makes batches: give it batch_size=None and no BatchSampler, or give its data set"),
+        (batches_of_a_sampler, r"the DataLoader makes batches: give it batch_size=None and no BatchSampler, or give"),
         (Lengthless, "Lengthless has no length: give it __len__"),
         (none, r"TensorDataset \(data.val\) has no samples: check its arguments, or type data.val=null"),
     ],

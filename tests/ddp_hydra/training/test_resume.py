@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.training.callbacks import Callback
 from ddp_hydra.training.checkpoint import read
@@ -26,6 +28,18 @@ def test_a_finished_run_goes_on_when_it_is_given_more_epochs(train):
     again = train(resume=train().last, epochs=3)
     assert (again.value["steps"], again.steps_saved) == (12, [12])
     assert [step for step, _ in again.metrics("train/loss")] == [9, 12]
+
+
+class Drawing(Distributed):
+    """Draws its order from a global generator."""
+
+    def order(self, epoch):
+        return np.random.permutation(self.n_samples)
+
+
+@pytest.mark.medium
+def test_a_resume_amid_an_epoch_goes_on_in_an_order_that_a_sampler_of_ones_own_has_drawn(train):
+    check_resume(train, stop_at=("update", 6), parts={"sampler": {"_target_": f"{__name__}.Drawing"}})
 
 
 def changed(run: Run) -> list[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import default_collate
 
 from ddp_hydra.tasks import Step, Task
-from tests.ddp_hydra.training.loop_runs import check_resume, weights
+from tests.ddp_hydra.training.loop_runs import Numbers, check_resume, weights
 
 
 class Some(Task):
@@ -78,3 +79,31 @@ def test_a_sum_stays_a_sum(train):
     ]
     for run in runs[1:]:
         assert torch.allclose(weights(runs[0]), weights(run), atol=1e-6)
+
+
+class Broken(Numbers):
+    """Its first sample can't be read, and its collate leaves it out."""
+
+    def __getitem__(self, index):
+        return None if index == 0 else super().__getitem__(index)
+
+    def collate(self, samples):
+        return default_collate([sample for sample in samples if sample is not None])
+
+
+def focal(prediction, target):
+    losses = F.cross_entropy(prediction, target, reduction="none")
+    return ((1 - (-losses).exp()) ** 2 * losses).mean()
+
+
+@pytest.mark.medium
+def test_samples_that_a_collate_leaves_out_do_not_count_whatever_the_batches(train):
+    loss = {"loss": {"_target_": f"{__name__}.focal", "_partial_": True}}
+
+    def run(parts, size):
+        return train(data=Broken, whole=loss, parts={"data": {"batch_size": size}}, gradient_accumulation_steps=parts)
+
+    whole, cut = run(1, 4), run(2, 2)
+    assert torch.allclose(weights(whole), weights(cut), atol=1e-6)
+    for name in ("train/loss", "val/loss"):
+        assert cut.metrics(name) == [(step, pytest.approx(value, rel=1e-5)) for step, value in whole.metrics(name)]

@@ -59,6 +59,31 @@ def test_ranks_that_read_other_samples_are_told_what_to_type(way):
     assert read(Numbers(0, 2), Numbers(1, 2), way, "samples")
 
 
+class Unknown:
+    """Samples that can't be compared."""
+
+    def __iter__(self):
+        return ({"image": object(), "label": 0} for _ in range(9))
+
+    def collate(self, samples):
+        return len(samples)
+
+
+@pytest.mark.parametrize(
+    ("data", "others", "is_told"),
+    [(Numbers(), Numbers(), True), (Numbers(0, 2), Numbers(1, 2), False), (Unknown(), Unknown(), False)],
+)
+def test_validation_data_that_do_not_share_themselves_as_the_training_data_do_are_told_once(data, others, is_told):
+    firsts, said = [], []
+    other = StreamLoader(others, CPU, way="itself", gather=lambda first: firsts.append(first) or [first])
+    list(other.each_once(4, 1, 2))
+    loader = StreamLoader(data, CPU, way="itself", gather=lambda first: [first, *firsts], warn=said.append)
+    for _ in range(2):
+        list(loader.each_once(4, 0, 2))
+    assert len(firsts) == 1
+    assert [one.startswith(f"{type(data).__name__} gives all ranks the same first") for one in said] == [True] * is_told
+
+
 def test_the_length_that_each_rank_counts_for_itself():
     class Sized(Numbers):
         def __len__(self):
