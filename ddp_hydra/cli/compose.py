@@ -336,7 +336,7 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     kept, arguments = joined(saved, arguments, given | set(map(full_key_of, reset)))
     _refuse_hidden(kept, f"resume={resumed}: the run", arguments)
     folder = _folder_of(hydra_cfg)
-    kept = [_with_whole_paths(word, folder) for word in kept] if folder else kept
+    kept = [_with_whole_paths(word, folder) for word in kept] if folder not in ("", str(Path.cwd())) else kept
     return with_options_first([*kept, *before, *arguments])
 
 
@@ -545,12 +545,11 @@ def saved_config(run: str) -> dict[str, Any] | None:
 
 def _with_whole_paths(word: str, folder: str) -> str:
     # A relative path is one in the folder where the run was typed.
-    if not full_key_of(word).startswith(("data.", "model.path")):
+    key = full_key_of(word)
+    if key != "model.path" and not key.startswith("data."):
         return word
     from ddp_hydra.job import job_config
 
-    if not job_config.is_path(key := full_key_of(word)):
-        return word
     given = parse_override(word).value()
     values = given if isinstance(given, list) else [given]
     whole = [job_config.whole_path(key, value, Path(folder)) for value in values]

@@ -138,7 +138,7 @@ def predict(
                 done = sum(map(parts.rows_of, parts.done()))
                 of = f" of {parts.samples:,}" if parts.samples else ""
                 so_far = f"{done:,}{of} samples are predicted: " if done or of else ""
-                raise Interrupted(f"{error or 'interrupted'}; {so_far}the same command goes on") from None
+                raise Interrupted(f"{str(error) or 'interrupted'}; {so_far}the same command goes on") from None
             assert parts.samples is not None
             columns = list(next(parts.merged(), {}))
             predictions.write(target, parts.merged, parts.samples)

@@ -30,6 +30,10 @@ PATHS = {
     *("val_files", "val_index", "val_table", "val_urls"),
 }
 """Keys of data sets that hold paths, or lists of them."""
+_OWN_PATHS = re.compile(
+    r"data\.(.*\.)?(annotations(_file)?|csv(_file)?|data_dir|db|file|folder|img_dir|root_dir)(\.\d+)?"
+)
+"""Matches keys that often hold paths in data sets of one's own."""
 DOWNLOADS = ".resume"
 """The folder of a run directory for checkpoints of a store that it begins with, until it ends."""
 LOG_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
@@ -66,9 +70,9 @@ def find_paths(cfg: DictConfig) -> None:
     Ranks and later commands may have another current folder, with other files of the same names.
     """
     found = [("model.path", cfg.model.get("path"))] if targets.is_pretrained(cfg.model) else []
-    data = redact.values_of(OmegaConf.to_container(cfg.data), "data.")
-    for key, value in [*found, *((key, value) for key, value in data if is_path(key))]:
-        if (path := whole_path(key, value, project.typed_in())) != value:
+    for key, value in [*found, *redact.values_of(OmegaConf.to_container(cfg.data), "data.")]:
+        path = whole_path(key, value, project.typed_in())
+        if path != value and (is_path(key) or is_in_no_other(cfg, key, value)):
             OmegaConf.update(cfg, key, path)
     if project.typed_in() != Path.cwd():  # hydra.job.chdir=true
         for key, given in (("resume", cfg.resume), ("model.weights", weights_path(cfg))):
@@ -80,10 +84,25 @@ def is_path(key: str) -> bool:
     return key == "model.path" or (key.startswith("data.") and bool(PATHS & set(key.split(".")[-2:])))
 
 
+def is_in_no_other(cfg: DictConfig, key: str, value: str) -> bool:
+    """Return whether no other key of the same data set, as `root`, names a folder that holds a path of this name, too.
+
+    False, too, for keys that hold dots or are numbers, which can't be selected.
+    """
+    parent = re.sub(r"(\.\d+)+$", "", key).rpartition(".")[0]
+    if OmegaConf.select(cfg, key) != value:
+        return False
+    keys = [f"{parent}.{name}" for name in OmegaConf.select(cfg, parent)]
+    others = [OmegaConf.select(cfg, one, throw_on_resolution_failure=False) for one in keys]
+    folders = [project.typed_in() / expanded(one) for one in others if isinstance(one, str) and one]
+    return not any(os.path.lexists(one / value) for one in folders)
+
+
 def whole_path(key: str, value: Any, folder: Path) -> Any:
     """Return a value with the folder that it is relative to, if there are such files; another value as it is.
 
-    A word is the name of a bucket. One without a suffix names no folder of an index or a table, which are files.
+    A word is the name of a bucket. One without a suffix names no folder of an index or a table, which are files. Of
+    keys that are not known, only a text with a slash that names a file is a path.
     """
     if not isinstance(value, str) or value in ("", *FORMATS) or re.search(r"\$\{|://", value):
         return value
@@ -91,6 +110,10 @@ def whole_path(key: str, value: Any, folder: Path) -> Any:
     if "/" not in value and (key.endswith(".bucket") or (is_file and (folder / value).is_dir())):
         return value
     path = str(folder / expanded(value))
+    if not is_path(key):
+        path += "/" * value.endswith("/")  # the data set may append a name
+        if not _OWN_PATHS.fullmatch(key) and not ("/" in value and os.path.isfile(path)):  # noqa: PTH113, of any text
+            return value
     pattern = re.sub(r"\{[^}]*\}", "*", path)  # of webdataset: {000..127}
     is_there = os.path.lexists(path) or any(glob.iglob(pattern, recursive=True))  # noqa: PTH207, it is whole
     return path if is_there else value

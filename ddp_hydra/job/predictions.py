@@ -138,7 +138,8 @@ class Parts:
                 names = names or list(columns)
                 if list(columns) != names:
                     raise RecordError(
-                        f"the columns of row {begin} are {', '.join(columns)}, not {', '.join(names)} as before"
+                        f"the columns of row {begin} are {', '.join(columns)}, not {', '.join(names)} as before: "
+                        f"{spec.ONE_LENGTH}"
                     )
                 if len(lengths) != 1 or begin + (size := lengths.pop()) > end or "index" in columns:
                     raise RecordError(f"{self.path(part)} does not hold rows {begin} to {end}: remove it")
@@ -264,7 +265,8 @@ def _kinds(chunks: Chunks) -> dict[str, Kind]:
             # A number that is missing is NaN: of true and false, they are fractions, too.
             if array.shape[1:] != shape or not (len(kinds) == 1 or kinds <= {*"iuf"} or kinds == {*"bf"}):
                 kind = f"{array.dtype} {array.shape[1:]} and {dtype} {shape}"
-                raise ConfigError(f"the task predicts {name!r} as arrays {kind}: return one kind")
+                advice = "return one kind" if array.shape[1:] == shape else spec.ONE_LENGTH
+                raise ConfigError(f"the task predicts {name!r} as arrays {kind}: {advice}")
             found[name] = np.promote_types(dtype, array.dtype), shape
     for name in with_missing:
         dtype, shape = found.get(name, (np.dtype("U1"), ()))

@@ -337,6 +337,11 @@ def _unpack(code: int, data: bytes, depth: int) -> Any:
 
 ROWS_NAME = "parts/part-{:08d}.rows"
 """Path of the file of a part, by its number."""
+ONE_LENGTH = (
+    "where samples differ in length, let collate pad all to one length, or give a task of your own whose predict() "
+    "returns a list for each sample"
+)
+"""Advice for batches whose predictions have other columns."""
 _ROWS_LENGTH = 8
 
 

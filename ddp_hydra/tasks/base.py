@@ -158,13 +158,19 @@ def inputs(batch: Any) -> Any:
     return batch[0] if isinstance(batch, (tuple, list)) else batch
 
 
+def target_of(batch: Any) -> Tensor | None:
+    """Return the targets of a batch (x, y), the only tuple or list of which the second part is known to be these."""
+    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[1], Tensor)
+    return batch[1] if is_pair else None
+
+
 def pair(batch: Any) -> Any:
     """Return a batch of inputs and targets.
 
     Raises:
         ConfigError: it is something else.
     """
-    if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[1], Tensor):
+    if target_of(batch) is not None:
         return batch
     raise ConfigError(
         f"this task takes batches (x, y) with a tensor y, and the data set makes a {_kind_of(batch)}: let __getitem__ "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.tasks.base import Step, Task, inputs, output_of, pair
+from ddp_hydra.tasks.base import Step, Task, inputs, output_of, pair, target_of
 from ddp_hydra.tasks.counting import IGNORED, Counting, shape_of, update_counted
 from ddp_hydra.tasks.losses import CrossEntropy
 
@@ -166,8 +166,7 @@ class Classification(Task):
         output, head = output_of(model, inputs(batch)).float(), head_of(self.criterion)
         if not self.has_classes(output):
             return {"prediction": output}
-        target = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-        target = target if isinstance(target, Tensor) else None
+        target = target_of(batch)
         axis = None if self.class_axis is None else self.axis_of(output, target)
         if axis is not None and output.shape[axis] > 1:
             shares = {"logits": output.sigmoid(), "probabilities": output}.get(head, output.softmax(axis))
@@ -273,7 +272,7 @@ class LanguageModel(Classification):
     def predict(self, model: Any, batch: Any) -> dict[str, Tensor]:
         """Return the likeliest token after the last one that counts, and its probability."""
         output = output_of(model, inputs(batch))
-        tokens = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else inputs(batch)
+        tokens = inputs(batch) if (target := target_of(batch)) is None else target
         if isinstance(tokens, Tensor) and tokens.shape == output.shape[:2]:
             counted = (tokens != self.ignore) & (tokens != IGNORED)
             # Of equal values, `argmax` returns the first: without a token that counts, the last place.

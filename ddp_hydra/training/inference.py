@@ -31,6 +31,7 @@ from ddp_hydra.rank import fault_injection, spec
 from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.record import Rows
 from ddp_hydra.tasks import Task
+from ddp_hydra.tasks.base import target_of
 from ddp_hydra.training import build_data, builders, load_run, sharded_checkpoint
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import Rounds, StepConsensus, StopSignal
@@ -186,7 +187,7 @@ def send_parts(run: Inference, loader: Loader, batches: Iterable[tuple[Any, list
     trained, classes, kind = run.trained, DataDescription.of(run.data).classes, run.job["kind"]
     with_targets = run.job["targets"] and getattr(run.data, "labelled", True)
     autocast = builders.autocast(trained.cfg, trained.device, trained.parallel)
-    rounds, number = Rounds(run.world, StopSignal(None).reason, loader.spare), 0
+    rounds, number, first = Rounds(run.world, StopSignal(None).reason, loader.spare), 0, dict[str, Any]()
     heartbeat.at("load", 1)
     for part, group in groupby(rounds.of(batches), lambda one: one[1][0] // length if one[2] else None):
         with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
@@ -203,11 +204,27 @@ def send_parts(run: Inference, loader: Loader, batches: Iterable[tuple[Any, list
                     true = targets(batch, len(indices), classes)
                     more = columns(true, len(indices), "arrays" if kind == "arrays" else "table")
                     values |= {name: column for name, column in more.items() if name not in values}
+                first = first or values
+                check_alike(first, values, indices[0])
                 spec.write_rows(spool, identified(run.data, indices, values))
-            is_whole = not rounds.stopped or indices[-1] + 1 == (part or 0) * length + length
-            if part is not None and is_whole:
+            if part is not None and (not rounds.stopped or indices[-1] + 1 == (part + 1) * length):
                 submit(spool, part)
     return heartbeat.REASONS[rounds.stopped]
+
+
+def check_alike(first: Mapping[str, Any], values: Mapping[str, Any], row: int) -> None:
+    names = [name for name in {**first, **values} if not are_alike(first.get(name), values.get(name))]
+    if names:
+        shown = ", ".join(names[:3]) + ", …" * (len(names) > 3)
+        is_predicted = any(not name.startswith("target") for name in names)
+        advice = spec.ONE_LENGTH if is_predicted else "give targets=false"
+        raise ConfigError(f"the columns of row {row} differ in name or shape from those before ({shown}): {advice}")
+
+
+def are_alike(column: Any, other: Any) -> bool:
+    if isinstance(column, np.ndarray) and isinstance(other, np.ndarray):
+        return column.shape[1:] == other.shape[1:]
+    return column is not None and other is not None
 
 
 def identified(data: Any, indices: Sequence[int], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,14 +266,13 @@ def columns(prediction: Any, size: int, kind: str) -> dict[str, Any]:
 
 
 _TARGETS = ("labels", "label", "targets", "target", "y")
-"""Keys of a batch that is a dict, one of which may hold its targets."""
+"""Keys of a batch that is a dict, or attributes of another, one of which may hold its targets."""
 
 
 def targets(batch: Any, size: int, classes: Sequence[str]) -> dict[str, Any]:
-    if isinstance(batch, Mapping):
-        found = next((batch[key] for key in _TARGETS if key in batch), None)
-    else:
-        found = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    fields = {key: getattr(batch, key) for key in _TARGETS if hasattr(batch, key)}  # of a named tuple, a dataclass
+    named = batch if isinstance(batch, Mapping) else fields
+    found = next((named[key] for key in _TARGETS if key in named), target_of(batch))
     if not isinstance(found, Tensor) or not found.ndim or len(found) != size:
         return {}
     if found.ndim == 2 and found.shape[1] == 1:

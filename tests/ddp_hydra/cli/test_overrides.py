@@ -154,6 +154,7 @@ def test_relative_paths_of_a_resumed_run_are_in_the_folder_where_it_was_typed(tm
     (run / ".hydra").mkdir(parents=True)
     words = ["data=text", "data.files=[a.jsonl,'b b.jsonl']", "+data.val_files=a.jsonl", "model.path=base"]
     words += ["data.tokenizer=gpt2", "data.name=a.jsonl", f"data.index={here / 'a.jsonl'}", "+data.table=not_there"]
+    words += ["+data.train.csv=a.jsonl", "+data.train.labels=./a.jsonl"]
     (run / ".hydra" / "overrides.yaml").write_text(json.dumps(words))
     (run / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"cwd": str(there)}}}))
     monkeypatch.chdir(here)
@@ -164,9 +165,12 @@ def test_relative_paths_of_a_resumed_run_are_in_the_folder_where_it_was_typed(tm
         f"+data.val_files={there}/a.jsonl",
         f"model.path={there}/base",
         *("data.tokenizer=gpt2", "data.name=a.jsonl", "+data.table=not_there"),
+        *(f"+data.train.csv={there}/a.jsonl", f"+data.train.labels={there}/a.jsonl"),
         *(f"resume={run}", "data.index=a.jsonl"),
     ]
     assert parse_override(found[1]).value() == [f"{there}/a.jsonl", f"{there}/b b.jsonl"]
+    monkeypatch.chdir(there)  # the job finds them
+    assert typed.with_resumed_overrides([f"resume={run}"])[: len(words)] == words
     (run / ".hydra" / "hydra.yaml").unlink()
     assert typed.with_resumed_overrides([f"resume={run}"])[: len(words)] == words
 

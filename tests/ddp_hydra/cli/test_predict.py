@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_hydra.api import ComposedConfig
-from ddp_hydra.cli import runs
+from ddp_hydra.cli import inference, runs
 from ddp_hydra.cli.inference import plan, predict, prepared_inference
 from ddp_hydra.config import env_values
-from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.errors import CheckpointError, ConfigError, Interrupted
 from ddp_hydra.job.run_dir import keep_environment
 from ddp_hydra.writers.run_dir import is_locked, locked
 
@@ -28,6 +28,17 @@ def test_a_second_one_with_the_same_file_leaves_the_folder_to_the_first(tmp_path
     with pytest.raises(CheckpointError, match="does not exist"):
         predict(str(tmp_path / "run"), tmp_path / "new" / "folder" / "out.csv")
     assert set(tmp_path.iterdir()) == {checkpoint, folder}
+
+
+def test_an_interrupt_before_the_ranks_start_is_told(tmp_path, monkeypatch):
+    def run(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "last.pt").touch()
+    monkeypatch.setattr(inference, "prepared_inference", lambda *_: SimpleNamespace(run=run))
+    monkeypatch.setattr(inference, "plan", lambda *_: {})
+    with pytest.raises(Interrupted, match=r"^interrupted; the same command goes on$"):
+        predict(str(tmp_path / "last.pt"), tmp_path / "out.csv")
 
 
 def test_parts_of_other_variables_are_not_mixed(tmp_path):

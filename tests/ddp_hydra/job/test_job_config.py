@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from ddp_hydra.config import redact
 from ddp_hydra.config.hydra_compat import hydra_config_of
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.job.job_config import (
@@ -106,6 +108,64 @@ def test_paths_of_models_and_data_are_written_whole(tmp_path, monkeypatch):
     cfg.data.source, cfg.data.train.table = "base", "rows.parquet"
     find_paths(cfg)
     assert (cfg.data.source, cfg.data.train.table) == (f"{tmp_path}/base", f"{tmp_path}/rows.parquet")
+
+
+def found_in(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
+    cfg = OmegaConf.create({"model": {}, "data": data})
+    find_paths(cfg)
+    return {
+        key: one.removeprefix(f"{folder}/") + " is whole"
+        if isinstance(one, str) and one.startswith(f"{folder}")
+        else one
+        for key, one in redact.values_of(OmegaConf.to_container(cfg.data))
+    }
+
+
+def test_paths_of_data_sets_of_ones_own_are_written_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("files/a.csv", "org/name/a.csv", "root/files/a.csv", "train/a.csv", "a.csv", "b.csv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    whole = {"csv": "b.csv", "train.labels": "files/a.csv", "x": "./b.csv", "img_dir": "files/", "file": "*.csv"}
+    given = {"csv": "b.csv", "train": {"labels": "files/a.csv"}, "x": "./b.csv", "img_dir": "files/", "file": "*.csv"}
+    wanted = {key: f"{one.removeprefix('./')} is whole" for key, one in whole.items()}
+    assert found_in(tmp_path, given) == wanted
+    assert found_in(tmp_path, {"parts": ["files/a.csv", "b.csv"], "csv": ["b.csv"]}) == {
+        "parts.0": "files/a.csv is whole",
+        "parts.1": "b.csv",
+        "csv.0": "b.csv is whole",
+    }
+    kept = {
+        "name": "org/name",
+        "split": "train",
+        "prefix": "org/name",
+        "format": "files/{}.csv",
+        "glob": "files/*.csv",
+        "url": "file://files/a.csv",
+        "other": "b.csv",
+        "csv": "no.csv",
+        "text": "a/" * 9999,
+        "void": "a/\0",
+    }
+    assert found_in(tmp_path, kept) == kept
+
+
+@pytest.mark.parametrize("root", [".", "root", "${..base}"])
+def test_a_path_that_is_there_below_another_key_of_the_data_set_stays(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("files/a.csv", "root/files/a.csv"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    data = {"base": "root", "missing": "???", "train": {"data": root, "csv": "files/a.csv", "more": ["files/a.csv"]}}
+    assert found_in(tmp_path, data) == {
+        "base": "root",
+        "missing": "???",
+        "train.data": root,
+        "train.csv": "files/a.csv",
+        "train.more.0": "files/a.csv",
+    }
+    named = {"a.csv": "files/a.csv", 0: "files/a.csv"}
+    assert list(found_in(tmp_path, {"tables": named}).values()) == ["files/a.csv"] * 2
 
 
 def test_runs_and_checkpoints_are_found_from_the_folder_that_the_command_was_typed_in(tmp_path, monkeypatch):

@@ -250,7 +250,7 @@ def test_a_column_of_texts_in_one_part_and_numbers_in_another_is_refused(tmp_pat
 
 def test_arrays_that_fit_in_no_common_one_are_refused(tmp_path):
     chunks = [{"mask": np.zeros((2, 3))}, {"mask": np.zeros((2, 4))}]
-    with pytest.raises(ConfigError, match=r"arrays float64 \(4,\) and float64 \(3,\): return one kind"):
+    with pytest.raises(ConfigError, match=r"arrays float64 \(4,\) and float64 \(3,\): where samples differ in length"):
         predictions.write(tmp_path / "out.npz", lambda: chunks, 4)
     assert not list(tmp_path.iterdir())
 

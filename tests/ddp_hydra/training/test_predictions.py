@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,6 +17,20 @@ from ddp_hydra.rank import spec
 from ddp_hydra.training import inference
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.inference import part_length
+
+
+class Padded(NamedTuple):
+    x: torch.Tensor
+    lengths: torch.Tensor
+    y: torch.Tensor
+
+
+class Rated(NamedTuple):
+    x: torch.Tensor
+    rating: torch.Tensor
+
+
+NAMES = ["dog", "cat"]
 
 
 def test_tensors_become_columns_and_wide_ones_several():
@@ -119,6 +136,14 @@ def test_parts_are_whole_batches(n_samples, batch_size, length):
         ((torch.ones(2, 4), torch.ones(2, 8, 8)), {}),
         ((torch.ones(2, 4), "no tensor"), {}),
         (torch.ones(2, 4), {}),
+        ((torch.ones(2, 4), torch.tensor([3, 4]), torch.tensor([1, 0])), {}),  # lengths
+        ([torch.ones(2, 4), torch.ones(2, 3), torch.tensor([1, 0])], {}),
+        (
+            Padded(torch.ones(2, 4), torch.tensor([3, 4]), torch.tensor([1, 0])),
+            {"target": [1, 0], "target_name": NAMES},
+        ),
+        (SimpleNamespace(x=torch.ones(2, 4), y=torch.tensor([1, 0])), {"target": [1, 0], "target_name": NAMES}),
+        (Rated(torch.ones(2, 4), torch.tensor([0.5, 2.0])), {"target": [0.5, 2.0]}),
     ],
 )
 def test_what_is_true_stands_beside_what_is_predicted(batch, wanted):
@@ -143,3 +168,46 @@ def test_names_of_files_that_are_not_utf_8_can_be_written(tmp_path):
     assert found["target_name"] == [r"na\udcefve", "dog"]
     with (tmp_path / "rows").open("wb") as file:
         spec.write_rows(file, {name: column for name, column in found.items() if isinstance(column, list)})
+
+
+def predicted(monkeypatch: pytest.MonkeyPatch, batches: list[Any], stopped: int = 0, **job: Any) -> list[int]:
+    """Predict batches of (x, indices, is_own) with a task that returns them, in parts of 4; return the parts."""
+    parts: list[int] = []
+    rounds = SimpleNamespace(of=lambda _: iter(batches), stopped=stopped)
+    monkeypatch.setattr(inference, "Rounds", lambda *_: rounds)
+    monkeypatch.setattr(inference, "submit", lambda spool, part: parts.append(part))
+    monkeypatch.setattr(inference.builders, "autocast", lambda *_: contextlib.nullcontext())
+    trained = SimpleNamespace(model=None, cfg=SimpleNamespace(seed=0), device=None, parallel=None)
+    run: Any = SimpleNamespace(
+        trained=trained,
+        task=SimpleNamespace(predict=lambda model, batch: batch[0]),
+        data=(),
+        world=None,
+        job={"kind": "table", "targets": True, **job},
+    )
+    inference.send_parts(run, SimpleNamespace(spare=None), [], 4)  # type: ignore[arg-type]
+    return parts
+
+
+def test_a_rank_without_batches_of_its_own_is_interrupted(monkeypatch):
+    spare = (torch.ones(2), torch.ones(2)), [], False
+    assert predicted(monkeypatch, [spare], stopped=1) == []
+    own = (torch.ones(4), torch.ones(4)), [4, 5, 6, 7], True
+    assert predicted(monkeypatch, [own], stopped=1) == [1]
+    assert predicted(monkeypatch, [((torch.ones(2), torch.ones(2)), [4, 5], True)], stopped=1) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kind", "said"),
+    [
+        (((2, 3), (2,)), ((2, 5), (2,)), "table", r"row 2 .*\(prediction_3, prediction_4\)"),
+        (((2, 1), (2,)), ((2, 3), (2,)), "table", r"\(prediction, prediction_0, prediction_1, …\)"),
+        (((2, 3), (2,)), ((2, 5), (2,)), "arrays", r"row 2 .*\(prediction\): .*predict"),
+        (((2,), (2, 3)), ((2,), (2, 5)), "table", r"\(target_3, target_4\): give targets=false$"),
+    ],
+)
+def test_batches_with_other_columns_are_refused_at_once(first, second, kind, said, monkeypatch):
+    batches = [(tuple(map(torch.ones, shapes)), [2 * n, 2 * n + 1], True) for n, shapes in enumerate((first, second))]
+    with pytest.raises(ConfigError, match=said):
+        predicted(monkeypatch, batches, kind=kind)
+    predicted(monkeypatch, [batches[0], (batches[0][0], [2, 3], True)], kind=kind)
