@@ -239,7 +239,7 @@ class TrainingRun:
 
     def unfreeze(self, patterns: str | Sequence[str], lr: float | None) -> None:
         # A collective.
-        stage = {"patterns": listed(patterns), "lr": lr}
+        stage = {"patterns": listed(patterns), "lr": lr, "by_function": True}
         self.updates = self.builder.unfrozen(self.updates, stage)
         self.monitor.watch(self.updates.values())
         self.frozen_norms = parameter_groups.frozen_norms(self.model, self.cfg.trainer.freeze)

@@ -6,12 +6,12 @@ from torch import nn
 
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.rank.world import World, in_world
+from ddp_hydra.rank.world import ALONE, World, in_world
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import optimizers
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.lr_schedules import ScheduleProgress
-from ddp_hydra.training.parallel import parameter_groups
+from ddp_hydra.training.parallel import Parallel, parameter_groups
 from ddp_hydra.training.parallel.ddp import DDP
 from ddp_hydra.training.state import Position
 from tests.ddp_hydra.training.loop_runs import config
@@ -22,7 +22,9 @@ def test_what_the_model_has_frozen_itself_is_not_unfrozen():
     model[0].bias.requires_grad_(False)
     parameter_groups.freeze(model, cfg.trainer.freeze)
     optimizer = torch.optim.SGD(parameter_groups.parameters(model.parameters(), decay_all=True), lr=0.1)
-    optimizers.unfreeze(cfg, model, [(model, optimizer)], {"patterns": ["*"], "lr": None})
+    parallel, device = Parallel().adopt(model), torch.device("cpu")
+    builder = optimizers.UpdateBuilder(cfg, parallel, Task(), StepConsensus(ALONE), 2, device)
+    builder.unfreeze({"": (model, optimizer)}, {"patterns": ["*"], "lr": None})
     assert [name for name, part in model.named_parameters() if not part.requires_grad] == ["0.bias"]
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
 
