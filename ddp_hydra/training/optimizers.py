@@ -100,9 +100,6 @@ class UpdateBuilder:
 
     def unfrozen(self, updates: Mapping[str, Update], stage: Stage) -> dict[str, Update]:
         # A collective. The updates that train more have the optimizers, schedules and weighings of those before.
-        for update in updates.values():  # several updates freeze each other's parameters
-            for parameter in update.others:
-                parameter.requires_grad_()
         self.unfreeze({name: (update.part.part, update.optimizer) for name, update in updates.items()}, stage)
         for update in updates.values():
             extend(update.scheduler)
