@@ -30,6 +30,7 @@ ALLOWED = {
     "_BatchNorm": "base of all batch norms, which SyncBatchNorm replaces",
     "_C": "names of torch's own classes of tensors",
     "_backward_hooks": "hooks of parameters, which a sharded model would not call, are refused",
+    "_check_reducer_finalized": "a last micro-batch that leaves weights out is told in its step, not in the next one",
     "_buffers": "a tied buffer stays tied when a model is moved",
     "_call_end_callbacks_on_future": "the profiler's span of an average ends with it",
     "_checkpoint_offset": "where a tensor's bytes are in a file: they are read once; torch copies them twice",

@@ -210,7 +210,8 @@ class RunView:
 
         Args:
             patterns: of parameter names, as of `trainer.freeze`; a text is one of them.
-            lr: the optimizer's own rate for them, to which the schedule applies; None: the rate of the others.
+            lr: the optimizer's own rate for them, to which the schedule applies; None: the rate of the others, or
+                of the group that the optimizer's function gives them.
 
         Raises:
             ConfigError: the patterns fit no frozen parameter, or the schedule can't take more parameters.
@@ -366,7 +367,8 @@ class Unfreeze(Callback):
     Args:
         after_epochs: epochs in which they stay frozen.
         parameters: patterns of their names.
-        lr: the optimizer's own rate for them; None: the rate of the others.
+        lr: the optimizer's own rate for them; None: the rate of the others, or of the group that the
+            optimizer's function gives them.
     """
 
     def __init__(self, after_epochs: int, parameters: str | Sequence[str] = "*", lr: float | None = None) -> None:

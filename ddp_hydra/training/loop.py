@@ -298,7 +298,8 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         micro_batches, meter = list(next(run.steps())), Meter(run.loader.device)
         for update in run.updates.values():
             update.begin()
-            decision, _, counts = forward_backward(run, update, micro_batches)
+            with update.others_frozen():
+                decision, _, counts = forward_backward(run, update, micro_batches)
             meter.add(*counts)
             update.rescale(update.weighing.factor(decision.n))
             if not update.weighing.is_empty:

@@ -61,7 +61,7 @@ class UpdateBuilder:
         loss = trained_loss(self.task)
         optimizers = {name: optimizer(cfg, part, self.global_batch, name, loss) for name, part in parts.items()}
         for stage in unfrozen:
-            unfreeze(cfg, model, [(part, optimizers[name]) for name, part in parts.items()], stage)
+            self.unfreeze({name: (part, optimizers[name]) for name, part in parts.items()}, stage)
         samples = self.global_batch // self.parallel.world.size
         with_schedules = {
             name: (
@@ -100,16 +100,35 @@ class UpdateBuilder:
 
     def unfrozen(self, updates: Mapping[str, Update], stage: Stage) -> dict[str, Update]:
         # A collective. The updates that train more have the optimizers, schedules and weighings of those before.
-        for update in updates.values():  # several updates freeze each other's parameters
-            for parameter in update.others:
-                parameter.requires_grad_()
-        owners = [(update.part.part, update.optimizer) for update in updates.values()]
-        unfreeze(self.cfg, self.parallel.model, owners, stage)
+        self.unfreeze({name: (update.part.part, update.optimizer) for name, update in updates.items()}, stage)
         for update in updates.values():
             extend(update.scheduler)
         return self._updates(
             {name: (old.optimizer, old.scheduler, old.scaler, old.weighing) for name, old in updates.items()}
         )
+
+    def unfreeze(self, parts: Mapping[str, tuple[nn.Module, Optimizer]], stage: Stage) -> None:
+        cfg, loss = self.cfg, trained_loss(self.task)
+        fresh = parameter_groups.unfreeze(self.parallel.model, cfg.trainer.freeze, stage["patterns"])
+        for name, (part, old) in parts.items():
+            groups, before = list[dict[str, Any]](), len(old.param_groups)
+            if stage.get("by_function") and makes_groups(of_update(cfg.optimizer, name, "optimizer")["_target_"]):
+                # The function is called again: it may leave out what is frozen.
+                groups = optimizer(cfg, part, self.global_batch, name, loss, is_first=False).param_groups
+            known = {parameter for group in groups for parameter in group["params"]}
+            rest = [one for one in part.parameters() if one in fresh - known]
+            rate = first_rate(old.param_groups[0])
+            groups += [
+                ({} if rate is None else {"lr": rate}) | group
+                for group in parameter_groups.grouped(rest, cfg.trainer.decay_all)
+            ]
+            for group in groups:
+                rate = stage["lr"] if stage["lr"] is not None else group.get("lr")
+                if params := [one for one in group["params"] if one in fresh]:
+                    old.add_param_group(group | ({} if rate is None else {"lr": own_rate(rate)}) | {"params": params})
+                    if len(old.param_groups) == before:  # one that joins several optimizers may have dropped it
+                        raise ConfigError(f"{type(old).__name__}.add_param_group adds nothing: it can't unfreeze")
+            to_train(old)
 
 
 def updates_of(task: Task) -> list[str]:
@@ -122,17 +141,6 @@ def updates_of(task: Task) -> list[str]:
     return names
 
 
-def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module, Optimizer]], stage: Stage) -> None:
-    fresh = parameter_groups.unfreeze(model, cfg.trainer.freeze, stage["patterns"])
-    for part, optimizer in parts:
-        rate = stage["lr"] if stage["lr"] is not None else first_rate(optimizer.param_groups[0])
-        given = {} if rate is None else {"lr": rate}
-        own = [parameter for parameter in part.parameters() if parameter in fresh]
-        for group in parameter_groups.grouped(own, cfg.trainer.decay_all):
-            optimizer.add_param_group({**{key: own_rate(value) for key, value in given.items()}, **group})
-        to_train(optimizer)
-
-
 def extend(scheduler: Any) -> None:
     if not isinstance(scheduler, FactorLR):
         own = "take scheduler=cosine, linear, step or none"
@@ -141,7 +149,12 @@ def extend(scheduler: Any) -> None:
 
 
 def optimizer(
-    cfg: DictConfig, model: nn.Module, global_batch: int = 0, update: str = "", loss: nn.Module | None = None
+    cfg: DictConfig,
+    model: nn.Module,
+    global_batch: int = 0,
+    update: str = "",
+    loss: nn.Module | None = None,
+    is_first: bool = True,
 ) -> torch.optim.Optimizer:
     # A function that has an argument `model`, and `loss` for a loss with parameters, makes parameter groups of its own.
     node = of_update(cfg.optimizer, update, "optimizer")
@@ -150,7 +163,8 @@ def optimizer(
     if makes_groups(node["_target_"]):
         own = {"model": model, **({"loss": loss} if "loss" in parameters(node["_target_"]) else {})}
         built: torch.optim.Optimizer = make(node, **own)
-        check_groups(built, str(node["_target_"]), names)
+        if is_first:
+            check_groups(built, str(node["_target_"]), names, None if "loss" in own else loss)
     else:
         groups = parameter_groups.parameters(names, decay_all=cfg.trainer.decay_all)
         built = make(node, groups, **fused(node, [one for one in names if one.requires_grad], sparse_weights(model)))
@@ -211,14 +225,19 @@ def makes_groups(target: str) -> bool:
     return "model" in taken and "params" not in taken
 
 
-def check_groups(optimizer: torch.optim.Optimizer, target: str, names: Mapping[nn.Parameter, str]) -> None:
+def check_groups(
+    optimizer: torch.optim.Optimizer, target: str, names: Mapping[nn.Parameter, str], loss: nn.Module | None = None
+) -> None:
+    # `loss`: one with parameters, which the function was not given.
     given = {one for group in optimizer.param_groups for one in group["params"]}
     left_out = [name for one, name in names.items() if one.requires_grad and one not in given]
     if left_out or given - names.keys():
         what = f"leaves out {shown(left_out, 6)}" if left_out else "has parameters of something else than the model"
+        of_loss = loss is not None and any(one.requires_grad and one not in given for one in loss.parameters())
+        remedy = "give it an argument `loss`" if of_loss else "to train a part only, give trainer.freeze"
         raise ConfigError(
             f"optimizer._target_={target}: its groups must have all parameters of the model that it is given, each "
-            f"once, but it {what}: to train a part only, give trainer.freeze"
+            f"once, but it {what}: {remedy}"
         )
     for group in optimizer.param_groups:
         group["params"] = [one for one in group["params"] if one.requires_grad]

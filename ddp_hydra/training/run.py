@@ -239,11 +239,21 @@ class TrainingRun:
 
     def unfreeze(self, patterns: str | Sequence[str], lr: float | None) -> None:
         # A collective.
-        stage = {"patterns": listed(patterns), "lr": lr}
+        stage = {"patterns": listed(patterns), "lr": lr, "by_function": True}
         self.updates = self.builder.unfrozen(self.updates, stage)
         self.monitor.watch(self.updates.values())
         self.frozen_norms = parameter_groups.frozen_norms(self.model, self.cfg.trainer.freeze)
         self.state.unfrozen.append(stage)
+
+    def follow_frozen(self) -> None:
+        # A collective, once a callback has changed which parameters are trained.
+        updates = self.updates.values()
+        if any(update.part.is_outdated for update in updates):
+            for update in updates:
+                update.part.synchronise()
+            for update in updates:
+                update.part = self.parallel.build_part(self.cfg.trainer, self.task, update.name)
+            self.monitor.watch(updates)
 
     def stopped_early(self) -> str:
         # A collective.
@@ -274,6 +284,7 @@ class TrainingRun:
         heartbeat.at("load", self.step)
         batches = () if self.state.validation_due else self.batches()
         for micro_batches in self.loader.steps(batches, self.cfg.trainer.gradient_accumulation_steps):
+            self.follow_frozen()
             yield map(self.monitor.count, micro_batches)
             if not self.epoch_is_over:
                 heartbeat.at("load", self.step)
@@ -290,9 +301,10 @@ class TrainingRun:
         check_updates(self.task, self.step, names, self.updates)
         if len(names) > 1:
             micro_batches = list(micro_batches)
-        for name in names:
-            self.updates[name].begin()
-            yield self.updates[name], micro_batches
+        for update in map(self.updates.__getitem__, names):
+            with update.others_frozen():
+                update.begin()
+                yield update, micro_batches
 
     def apply(self, update: Update) -> None:
         if not update.may_draw:  # the generators are slow to seed

@@ -78,12 +78,18 @@ class Update:
         one = self.optimizer
         return not is_of_torch(one) or bool(one._optimizer_step_pre_hooks or one._optimizer_step_post_hooks)
 
-    def begin(self) -> None:
-        for parameter in self.others:
+    @contextmanager
+    def others_frozen(self) -> Iterator[None]:
+        trained = [parameter for parameter in self.others if parameter.requires_grad]
+        for parameter in trained:
             parameter.requires_grad_(False)
-        if self.others:
-            for _, parameter in self.trained:
+        try:
+            yield
+        finally:
+            for parameter in trained:
                 parameter.requires_grad_()
+
+    def begin(self) -> None:
         self.weighing.begin()
         rate = self.optimizer.param_groups[0].get("lr")
         self.lr = None if rate is None else float(rate)  # an optimizer may find its rate itself

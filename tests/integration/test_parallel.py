@@ -130,6 +130,23 @@ def test_a_step_that_leaves_a_layer_out_names_it(client2, gang):
         gang(client2, backend="gloo").run(leave_a_layer_out)
 
 
+def leave_a_layer_out_at_last() -> None:
+    """On each rank: accumulate a step whose last micro-batch does not use all layers."""
+    from torch import nn
+
+    layers = nn.ModuleDict({"used": nn.Linear(8, 8), "idle": nn.Linear(8, 8)})
+    layers.forward = lambda x: layers["used"](layers["idle"](x) if x.sum() else x)
+    model = wrapped(layers)
+    for is_last in (False, True):
+        with model.sync_gradients(is_last):
+            model(torch.full((2, 8), float(not is_last))).prediction.sum().backward()
+
+
+def test_an_accumulated_step_whose_last_micro_batch_leaves_a_layer_out_names_it(client2, gang):
+    with pytest.raises(RankFailed, match=r"step's last micro-batch does not depend on idle\.weight, idle\.bias: if"):
+        gang(client2, backend="gloo").run(leave_a_layer_out_at_last)
+
+
 def descend_with_many_buckets() -> float:
     """On each rank: train a network whose gradients take eight buckets; the loss at the end."""
     import torch.distributed as dist

@@ -270,6 +270,7 @@ class PartStep:
         self.wrapped: nn.Module = step if wrapped is None else wrapped
         self.names = step.names()
         self.needed = [(name, one) for one, name in self.names.items() if uses_all and one.requires_grad]
+        self.trained_when_built = self._are_trained()
         self.same_gradients, self.needs_even = True, ""
         self.buffers = SentBuffers(world)
 
@@ -285,6 +286,14 @@ class PartStep:
     def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
         self.is_last = enabled
         return all_used(self.needed) if enabled else nullcontext()
+
+    @property
+    def is_outdated(self) -> bool:
+        # It expects gradients of other parameters than are trained now: it has to be built again.
+        return self.world.size > 1 and self._are_trained() != self.trained_when_built
+
+    def _are_trained(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.names]
 
     def tensors_sent(self) -> list[Tensor]:
         # All ranks have rank 0's at the first step.
@@ -305,7 +314,9 @@ class PartStep:
     def zero_gradients(self, trained: Named) -> None:
         # In memory that stays.
         for _, parameter in trained:
-            if parameter.grad is None and parameter.requires_grad:
+            if not parameter.requires_grad:
+                parameter.grad = None
+            elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def norms(self, trained: Named, loss: Callable[[], float]) -> GradientNorms:
@@ -351,8 +362,11 @@ def all_used(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[None]:
     yield
     unused = [name for name, parameter in parameters if parameter.grad is None and parameter.requires_grad]
     if unused:
-        raise ConfigError(
-            f"this step's loss does not depend on {shown(unused, 6)}: if that is so in each step, leave it out of the "
-            "model or freeze it by trainer.freeze; if in some steps, give parallel=ddp and "
-            "parallel.find_unused_parameters=true"
-        )
+        raise does_not_use(unused)
+
+
+def does_not_use(names: Sequence[str], what: str = "this step's loss") -> ConfigError:
+    return ConfigError(
+        f"{what} does not depend on {shown(names, 6)}: if that is so in each step, leave it out of the model or freeze "
+        "it by trainer.freeze; if in some steps, give parallel=ddp and parallel.find_unused_parameters=true"
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
-from ddp_hydra.training.parallel import Parallel, PartStep, weights
+from ddp_hydra.training.parallel import Parallel, PartStep, does_not_use, weights
 from ddp_hydra.training.parallel.sent_buffers import SentBuffers
 from ddp_hydra.training.parallel.shared_memory import SharedGradients, prebuild_buckets
 from ddp_hydra.training.train_step import TrainStep, sparse_weights
@@ -68,8 +69,8 @@ class DDP(Parallel):
         if self.sync_batchnorm and next(step.parameters()).device.type == "cpu":
             needed = "parallel.sync_batchnorm=true needs GPUs"
             raise ConfigError(f"{needed}: leave it out, or give parallel.batchnorm=average")
-        if world.size == 1:
-            return PartStep(step, uses_all=self.uses_all, world=world)  # DDP would only cost time
+        if world.size == 1 or not any(parameter.requires_grad for parameter in step.parameters()):
+            return PartStep(step, uses_all=self.uses_all, world=world)  # DDP would only cost time, or raise
         if self.sync_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(step)
         # DDP sends all buffers in each step. Those of a loss, as weights of classes, seldom change.
@@ -111,9 +112,18 @@ class DDPStep(PartStep):
     own_statistics = False
     hook_s = 0.0
 
-    def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
+    @contextmanager
+    def sync_gradients(self, enabled: bool) -> Iterator[None]:
         used = super().sync_gradients(enabled)
-        return used if enabled else self.wrapped.no_sync()
+        with used if enabled else self.wrapped.no_sync():
+            yield
+        if enabled and self.needed:
+            try:
+                self.wrapped._check_reducer_finalized()
+            except RuntimeError as error:
+                numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+                names = [self.needed[int(number)][0] for number in numbers[1].split()] if numbers else ["some weights"]
+                raise does_not_use(names, "the loss of this step's last micro-batch") from error
 
     def release(self) -> None:
         # Hooks at the gradients end with DDP's reducer, and shared memory with DDP.

@@ -470,6 +470,7 @@ class ShardedStep(PartStep):
     """A training step whose model is sharded."""
 
     part: Any
+    is_outdated = False  # fully_shard looks at each step what is trained
 
     def __init__(self, step: TrainStep, parallel: FSDP2, mesh: DeviceMesh) -> None:
         super().__init__(step, uses_all=True, world=parallel.world)

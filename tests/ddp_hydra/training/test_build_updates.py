@@ -2,19 +2,26 @@ from __future__ import annotations
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.rank.world import World, in_world
+from ddp_hydra.rank.fault_injection import FaultInjector
+from ddp_hydra.rank.world import ALONE, World, in_world
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import optimizers
-from ddp_hydra.training.consensus import StepConsensus
+from ddp_hydra.training.callbacks import Callback
+from ddp_hydra.training.checkpoint import read
+from ddp_hydra.training.consensus import StepConsensus, StopSignal
+from ddp_hydra.training.loop import fit
 from ddp_hydra.training.lr_schedules import ScheduleProgress
-from ddp_hydra.training.parallel import parameter_groups
+from ddp_hydra.training.parallel import Parallel, parameter_groups
 from ddp_hydra.training.parallel.ddp import DDP
+from ddp_hydra.training.run import TrainingRun
 from ddp_hydra.training.state import Position
-from tests.ddp_hydra.training.loop_runs import config
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, config, flat
+from tests.ddp_hydra.training.plain_torch import Net
 
 
 def test_what_the_model_has_frozen_itself_is_not_unfrozen():
@@ -22,7 +29,9 @@ def test_what_the_model_has_frozen_itself_is_not_unfrozen():
     model[0].bias.requires_grad_(False)
     parameter_groups.freeze(model, cfg.trainer.freeze)
     optimizer = torch.optim.SGD(parameter_groups.parameters(model.parameters(), decay_all=True), lr=0.1)
-    optimizers.unfreeze(cfg, model, [(model, optimizer)], {"patterns": ["*"], "lr": None})
+    parallel, device = Parallel().adopt(model), torch.device("cpu")
+    builder = optimizers.UpdateBuilder(cfg, parallel, Task(), StepConsensus(ALONE), 2, device)
+    builder.unfreeze({"": (model, optimizer)}, {"patterns": ["*"], "lr": None})
     assert [name for name, part in model.named_parameters() if not part.requires_grad] == ["0.bias"]
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
 
@@ -62,6 +71,52 @@ def first_state(world: World) -> dict[str, torch.Tensor]:
     builder = optimizers.UpdateBuilder(config(), parallel, task, StepConsensus(world), 4, device)
     builder.first(ScheduleProgress(1, None, sampler, Position()), [])
     return {**model.state_dict(), "judge": task.judge.weight.detach()}
+
+
+class Freeze(Callback):
+    """Freezes a layer for two steps amid an epoch."""
+
+    changes_training = True
+
+    def on_step(self, run):
+        run.model.one.requires_grad_(run.step not in (1, 2))
+
+
+NET = {"model": {"_target_": f"{Net.__module__}.{Net.__name__}"}, **BY_LOSS}
+
+
+@in_world
+def frozen_amid_epochs(world: World) -> dict[str, torch.Tensor]:
+    # the workers can't import this module
+    cfg = OmegaConf.create({**config(epochs=3), **NET})
+    run = TrainingRun(cfg, Numbers(9), None, None, FaultInjector(), StopSignal(), world=world)
+    run.callbacks.callbacks["it"] = Freeze()
+    fit(run)
+    return {name: value.detach() for name, value in run.model.state_dict().items()}
+
+
+@pytest.mark.integration
+def test_what_a_callback_freezes_and_thaws_trains_alike_on_any_number_of_ranks(on_two_ranks, train):
+    first, second = on_two_ranks(frozen_amid_epochs)
+    parts = {"data": {"batch_size": 4}, "callbacks": {"it": {"_target_": f"{__name__}.Freeze"}}}
+    alone = read(train(whole=NET, parts=parts, epochs=3).last)["model"]
+    assert flat(first) == flat(second)
+    torch.testing.assert_close(first, dict(alone))
+
+
+def test_an_update_freezes_the_others_only_while_it_lasts_and_thaws_nothing_else():
+    model = Parts()
+    parallel, sampler = Parallel().adopt(model), Distributed(8, 2)
+    builder = optimizers.UpdateBuilder(config(), parallel, Adversaries(), StepConsensus(ALONE), 2, torch.device("cpu"))
+    update = builder.first(ScheduleProgress(1, None, sampler, Position()), [])["one"]
+    before = {name: name not in ("one.bias", "two.bias") for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(before[name])  # as a callback freezes them
+    with update.others_frozen():
+        update.begin()
+        found = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        assert found == ["scale", "one.weight", "third.weight", "third.bias"]
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == before
 
 
 @pytest.mark.integration

@@ -9,9 +9,14 @@ from torch import nn
 
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank.world import ALONE
+from ddp_hydra.tasks import Task
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.parallel import parameter_groups
-from tests.ddp_hydra.training.loop_runs import Numbers, flat
+from ddp_hydra.training.consensus import StepConsensus
+from ddp_hydra.training.optimizers import UpdateBuilder
+from ddp_hydra.training.parallel import Parallel, parameter_groups
+from ddp_hydra.training.run import TrainingRun
+from tests.ddp_hydra.training.loop_runs import Numbers, check_resume, config, flat
 from tests.ddp_hydra.training.plain_torch import CONSTANT, begin_alike
 
 
@@ -215,6 +220,98 @@ def test_an_argument_of_such_a_function_may_change_in_a_resume(train):
 def test_frozen_parameters_are_taken_out_of_such_groups(train):
     saved = read(train(whole=by_function("layerwise"), freeze=["body.*"]).last)["optimizer"]
     assert [len(group["params"]) for group in saved["param_groups"]] == [2, 0]
+
+
+def decayed(model, lr, body_lr=0.01, only_trained=False):
+    groups = []
+    for part, rate in ((model.head, lr), (model.body, body_lr)):
+        for name, parameter in part.named_parameters():
+            if parameter.requires_grad or not only_trained:
+                decay = 0.1 if name == "weight" else 0.0
+                groups.append({"params": [parameter], "lr": rate, "weight_decay": decay})
+    return torch.optim.SGD(groups, lr, momentum=0.9)
+
+
+def unfreezing(**options):
+    return {"callbacks": {"it": {"_target_": "ddp_hydra.training.callbacks.Unfreeze", "after_epochs": 1, **options}}}
+
+
+@pytest.mark.parametrize("only_trained", [False, True])
+def test_what_is_unfrozen_has_the_settings_of_such_a_function(train, only_trained):
+    model, data, sampler = Halves(), Numbers(9), Distributed(9, 2)
+    optimizer = decayed(model, 0.1)
+    for epoch in range(2):
+        model.body.requires_grad_(epoch > 0)
+        for indices in sampler.batches(epoch):
+            optimizer.zero_grad()
+            F.cross_entropy(model(data.x[list(indices)]), data.y[list(indices)]).backward()
+            optimizer.step()
+    given = {"whole": by_function("decayed", only_trained=only_trained), "parts": unfreezing(), "freeze": ["body.*"]}
+    run, _ = check_resume(train, ("forward", 7), **given)
+    assert flat(read(run.last)["model"]) == flat(model.state_dict())
+
+
+def test_a_rate_of_the_callback_goes_before_and_a_former_checkpoint_keeps_its_groups(train, monkeypatch):
+    given = {"whole": by_function("decayed"), "parts": unfreezing(lr=0.5), "freeze": ["body.*"]}
+    groups = read(train(**given).last)["optimizer"]["param_groups"]
+    found = [(group["params"], group["lr"], group["weight_decay"]) for group in groups if group["params"]]
+    assert found[2:] == [(["body.weight"], 0.5, 0.1), (["body.bias"], 0.5, 0.0)]
+    monkeypatch.setattr(TrainingRun, "unfreeze", unfreeze_as_before)
+    _, former = check_resume(train, ("forward", 7), **given)
+    monkeypatch.undo()
+    groups = read(train(resume=former.last, **given).last)["optimizer"]["param_groups"]
+    assert groups[-1]["params"] == ["body.weight", "body.bias"]
+
+
+def unfreeze_as_before(run, patterns, lr):
+    stage = {"patterns": patterns, "lr": lr}
+    run.updates = run.builder.unfrozen(run.updates, stage)
+    run.state.unfrozen.append(stage)
+
+
+def test_a_function_that_gives_no_group_to_what_is_frozen_leaves_it_the_rate_of_the_others(train):
+    given = {"whole": by_function("headed"), "parts": unfreezing(), "freeze": ["body.*"]}
+    run, _ = check_resume(train, ("forward", 7), **given)
+    assert [group["lr"] for group in read(run.last)["optimizer"]["param_groups"]] == [0.1, 0.1]
+
+
+def headed(model, lr):
+    return torch.optim.SGD(model.head.parameters(), lr)
+
+
+class Joined(torch.optim.Optimizer):
+    def __init__(self, *several):
+        self.several, self.defaults = several, {}
+
+    @property
+    def param_groups(self):
+        return [group for one in self.several for group in one.param_groups]
+
+
+def test_an_optimizer_that_drops_a_new_group_can_not_unfreeze():
+    cfg, model = config(freeze=["body.*"]), Halves()
+    parameter_groups.freeze(model, cfg.trainer.freeze)
+    device = torch.device("cpu")
+    builder = UpdateBuilder(cfg, Parallel().adopt(model), Task(), StepConsensus(ALONE), 2, device)
+    with pytest.raises(ConfigError, match=r"Joined\.add_param_group adds nothing"):
+        builder.unfreeze(
+            {"": (model, Joined(torch.optim.SGD(model.head.parameters(), 0.1)))}, {"patterns": ["*"], "lr": None}
+        )
+
+
+def test_a_loss_with_parameters_is_an_argument_of_such_a_function(train):
+    whole = by_function("layerwise") | {"loss": {"_target_": f"{__name__}.Scaled"}}
+    with pytest.raises(ConfigError, match=r"leaves out loss\.scale: give it an argument `loss`$"):
+        train(whole=whole)
+
+
+class Scaled(nn.CrossEntropyLoss):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output, target):
+        return super().forward(output * self.scale, target)
 
 
 @pytest.mark.parametrize(
