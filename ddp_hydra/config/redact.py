@@ -149,14 +149,6 @@ def _kind_of(name: str) -> Literal["", "key", "secret"]:
     return "key" if are_several and not OF_ACCESS.isdisjoint({*words} - {"client"}) else ""
 
 
-def holds_secret(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(is_secret(str(key), inner) or holds_secret(inner) for key, inner in value.items())
-    if isinstance(value, list):
-        return any(holds_secret(inner) for inner in value)
-    return isinstance(value, str) and bool(_PEM.search(value))
-
-
 def bare(text: str) -> str:
     """Remove the parts of an address that may be secret: user and password, and the query of a signed address."""
     return re.sub(r"(?<=://)[^/@\s]*@", "", re.sub(r"(://[^?\s]*)\?[^\s'\",\]}]*", r"\1", text))

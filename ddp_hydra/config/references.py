@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import (
     InterpolationKeyError,
@@ -31,6 +32,7 @@ _OF_HYDRA = re.compile(r"(?<!\\)\$\{\s*hydra:\s*(['\"]?)")
 """Matches the begin of an interpolation with Hydra's resolver, up to the name of the key."""
 _KEY_OF_HYDRA = re.compile(r"(?<!\\)\$\{\s*hydra:\s*([\w.]+)\s*\}")
 """Matches a whole one, whose key has no interpolation."""
+_OF_ENV = re.compile(r"(?<!\\)\$\{\s*oc\.env:\s*(\w+)\s*(?:,[^{}]*)?\}")
 _OF_ENV_SET = re.compile(r"(?<!\\)\$\{\s*hydra:\s*job\.env_set\.(\w+)\s*\}")
 
 
@@ -130,12 +132,21 @@ def with_values_of_hydra(cfg: DictConfig, whole: DictConfig) -> DictConfig:
 def with_secret_variables(text: str, whole: DictConfig | None = None) -> str:
     """Return a text with `${oc.env:NAME}` for a variable that Hydra has set and that may be a secret.
 
+    One that has its value from other variables is replaced by the interpolations that it is made of.
+
     Args:
         whole: a config with Hydra's part, whose variables this process may have with other values.
     """
+    config: Any = whole if whole is not None else HydraConfig.instance().cfg
+    given = config and OmegaConf.select(config, "hydra.job.env_set")
+    variables: Any = OmegaConf.to_container(given) if given else {}
 
     def named(found: re.Match[str]) -> str:
         name, here = found[1], os.environ.get(found[1])
+        written = str(variables.get(name))
+        others = _OF_ENV.findall(written)
+        if others and "${" not in _OF_ENV.sub("", written) and variables.keys().isdisjoint(others):
+            return written
         is_same = whole is None or here == str(OmegaConf.select(whole, f"hydra.job.env_set.{name}"))
         is_secret = here is not None and is_same and redact.named_secret(name)
         return f"${{oc.env:{name}}}" if is_secret else found[0]

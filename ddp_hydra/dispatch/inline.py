@@ -8,17 +8,22 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.console.signals import Interrupts, held_back
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.rank.processes import RANK_PID
 from ddp_hydra.rank.spec import GangSettings
 from ddp_hydra.record import File, Notice, Record
 
 ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
+
+_SET = (*ONLY_RANK, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS", RANK_PID)
+"""Variables that a rank sets. The other ones belong to the program, whose other threads may set them meanwhile."""
 
 _one_at_a_time = threading.RLock()
 """For threads: a process can be one rank."""
@@ -67,8 +72,8 @@ def run(
         if isinstance(fn, str):
             pkgutil.resolve_name(fn)
     settings = settings or GangSettings()
-    restored = mock.patch.dict(os.environ), mock.patch.object(sys, "excepthook", sys.excepthook)
-    with _one_at_a_time, tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, restored[0], restored[1]:
+    restored = mock.patch.object(sys, "excepthook", sys.excepthook)
+    with _one_at_a_time, tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, restored, variables_restored():
         if settings.threads:
             process.set_threads(settings.threads)
         results.connect(DirectSender(on_record, Path(folder)), 0, attempt, settings.retry_s)
@@ -76,7 +81,7 @@ def run(
         heartbeat.connect(None)
         try:
             with FinishOnInterrupt(notice).caught():
-                os.environ.update(ONLY_RANK)
+                os.environ.update({RANK_PID: str(os.getpid()), **ONLY_RANK})
                 listener = environment.bind("127.0.0.1")
                 port = listener.getsockname()[1]
                 store = meet(0, "127.0.0.1", port, settings.timeout_s, listener.detach())
@@ -90,6 +95,18 @@ def run(
             results.connect(None)
             heartbeat.connect(None)
             leave_process_group()
+
+
+@contextmanager
+def variables_restored() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _SET}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 class FinishOnInterrupt(Interrupts):

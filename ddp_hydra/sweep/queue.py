@@ -24,7 +24,7 @@ from ddp_hydra.config.schema import TOP
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
-from ddp_hydra.sweep.rows import OF_READING, JobRow, JobState, chooses_data, comparable, typed
+from ddp_hydra.sweep.rows import OF_READING, JobRow, JobState, chooses_data, comparable, place_of, typed
 from ddp_hydra.sweep.summary_files import fill_row
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ TEMPLATES = 16
 """Number of configs that are kept to derive others from."""
 AHEAD = 16
 """How many jobs are composed before they can start."""
+_READING = ("data", "loss", "task")
+"""Parts of a config in which a reference to another key can make the objective one of its own."""
 _PLAIN = re.compile(r"(?P<key>[A-Za-z_]\w*(\.\w+)*)=(?P<value>[\w.+-]+)")
 """An override that sets a key to a number or a word."""
 
@@ -128,6 +130,10 @@ def is_value(config: DictConfig, key: str, overrides: Sequence[Override]) -> boo
 def groups_of(config: DictConfig) -> Container[str]:
     groups: Container[str] = OmegaConf.select(config, "hydra.runtime.choices", default=())
     return groups
+
+
+def is_of_training(key: str) -> bool:
+    return f"{key}.".startswith("data.train.")
 
 
 def shape_of(overrides: Sequence[str], groups: Container[str]) -> tuple[str, ...]:
@@ -231,30 +237,35 @@ class JobQueue:
         return []
 
     def shared_keys(self, job: PlannedJob) -> list[str]:
-        """Return the keys of a job that its data refer to: of `data.train`, for its other data, and the user's own."""
-        places = {key: (key.partition("@")[2] or key).replace("/", ".") for key in typed(job.row)}
+        """Return the keys that its data, or what else its objective depends on, refer to.
+
+        They are keys of `data.train`, for its other data, and the user's own.
+        """
+        places = {key: place_of(key) for key in typed(job.row)}
         tops = {key: place.split(".")[0] for key, place in places.items()}
-        of_training = {key for key in places if key.startswith("data.train.") and key.split(".")[2] not in OF_READING}
-        own = {key for key, top in tops.items() if top not in (*TOP, "experiment")}
+        of_training = {
+            key for key, place in places.items() if is_of_training(place) and not OF_READING & {*place.split(".")[2:3]}
+        }
+        own = {key for key, top in tops.items() if top not in TOP and not chooses_data(key, self.metric)}
         if not of_training | own:
             return []
         config, groups = self.config, groups_of(self.config)
         brings_references = any(
-            key in groups if key in own else tops[key] in ("data", "experiment") and not key.startswith("data.train.")
-            for key in places
+            key in groups if key in own or is_of_training(place) else tops[key] in (*_READING, "experiment")
+            for key, place in places.items()
         )
         if brings_references or any(word.startswith("+") for word in job.overrides):
             with suppress(DdpHydraError, HydraException, OmegaConfBaseException):  # said where it is composed
                 config = self.loader.take(self.config, job.overrides)
-        # A value that comes to the data by another part of a job, as by its seed, is no choice of the data.
+        # A value that comes there by another part of a job, as by its seed, is no choice of the data.
         written = cast(dict[str, Any], OmegaConf.to_container(config))
-        content = {key: value for key, value in written.items() if key == "data" or key not in (*TOP, "hydra")}
+        content = {key: value for key, value in written.items() if key in _READING or key not in (*TOP, "hydra")}
 
         def is_of_others(key: str) -> bool:
-            return key.split(".")[0] == "data" and not f"{key}.".startswith("data.train.")
+            return key.split(".")[0] == "data" and not is_of_training(key)
 
         def chooses(key: str) -> bool:
-            return key.split(".")[0] == "data" and chooses_data(key, self.metric)
+            return key.split(".")[0] in _READING and chooses_data(key, self.metric)
 
         words: dict[str, set[str]] = {}
         for keys, is_reader in ((of_training, is_of_others), (own, chooses)):

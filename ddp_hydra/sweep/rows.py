@@ -154,16 +154,23 @@ def data_of(rows: Sequence[JobRow], objective: SweepObjective) -> dict[int, Chos
 
 def chooses_data(key: str, metric: str) -> bool:
     """Return whether values of a metric can't be compared if a key of the config has other values."""
-    top, _, rest = key.partition("@")[0].partition(".")
+    place = place_of(key)
+    top, _, rest = place.partition(".")
     if top == "hydra":  # a variable of the environment, which the config reads
         return True
     first, _, deeper = rest.partition(".")
     if top == "data":
-        of_training = first == "train" and deeper and not metric.startswith("train")
+        of_training = first == "train" and not metric.startswith("train")
         return not (of_training or first in OF_READING or (deeper and deeper.split(".")[0] in OF_READING))
-    if key in ("experiment", "task") or key in ("task.ignore", "task.shift", "task.without"):
+    if place in ("experiment", "task", "task.ignore", "task.shift", "task.without") or key.startswith("experiment/"):
         return True
     return top in ("task", "loss") and metric.rpartition("/")[2] == "loss"
+
+
+def place_of(key: str) -> str:
+    """Return where in the config the values of a key are, or those of a group: data.split of data/split."""
+    group, _, package = key.partition("@")
+    return (package.removeprefix("_global_").lstrip(".") or group).replace("/", ".")
 
 
 def group_of(rows: Sequence[JobRow], objective: SweepObjective) -> dict[int, Chosen]:

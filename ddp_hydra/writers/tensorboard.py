@@ -50,7 +50,7 @@ from tensorboard.plugins.hparams.api_pb2 import (
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 
 from ddp_hydra.config.hydra_compat import parse_override
-from ddp_hydra.config.redact import bare, holds_secret, is_secret
+from ddp_hydra.config.redact import HIDDEN, bare, is_secret, without
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Histogram, Image, Metrics, Record, RolledBack, Start, Text
 from ddp_hydra.storage.files import AppendFile, prepared_path, write_atomic, writing
@@ -320,8 +320,7 @@ def values(overrides: Iterable[str]) -> dict[str, Value]:
     for text in overrides:
         override = parse_override(text)
         name = override.key_or_group + (f"@{override.package}" if override.package else "")
-        value = override.value()
-        hides = any(is_secret(part, value) for part in name.split("@")) or holds_secret(value)
+        hides = is_secret(override.package or "", override.value()) or HIDDEN in without([bare(text)])[0]
         if override.is_delete() or re.split("[./]", name)[0] in _NO_HPARAMS or hides:
             continue
         found[_utf8(name)] = _value(override, text.partition("=")[2])

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.config import checkpoint_config, references
-from ddp_hydra.config.hydra_compat import IS_1_3
+from ddp_hydra.config.hydra_compat import IS_1_3, hydra_config_of
 from ddp_hydra.config.schema import Config
 from ddp_hydra.errors import ConfigError
 
@@ -183,6 +183,23 @@ def test_a_variable_of_hydra_that_looks_like_a_secret_is_read_anew(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "another")
     found = references.with_values_of_hydra(written, references.with_own_hydra(whole))
     assert found.data.one == "hunter2"
+
+
+def test_a_variable_of_hydra_that_reads_another_one_is_kept_as_it_is_written(monkeypatch):
+    for name, value in {"A_WORD": "hunter2", "WORD": "hunter2", "URL": "ftp://hunter2/", "PATH": "/here"}.items():
+        monkeypatch.setenv(name, value)
+    variables = {"WORD": "${oc.env:A_WORD}", "URL": "ftp://${oc.env:A_WORD}/", "PATH": "${oc.env:PATH}"}
+    texts = {"one": "${hydra:job.env_set.WORD}", "two": "${hydra:job.env_set.URL}${hydra:job.name}"}
+    written = config(data={**texts, "three": "${hydra:job.env_set.PATH}"})
+    hydra = {"job": {"name": "a", "env_set": variables}}
+    whole = OmegaConf.create({**OmegaConf.to_container(written), "hydra": hydra})
+    expected = {"one": "${oc.env:A_WORD}", "two": "ftp://${oc.env:A_WORD}/a", "three": "/here"}
+    of_program = references.with_values_of_hydra(written, references.with_own_hydra(whole))
+    kept = checkpoint_config.stored_config(of_program)
+    assert {name: kept["data"][name] for name in expected} == expected
+    assert checkpoint_config.composed(kept).data.two == "ftp://hunter2/a"
+    with hydra_config_of(OmegaConf.create({"hydra": hydra})):
+        assert checkpoint_config.stored_config(written)["data"]["one"] == expected["one"]
 
 
 @pytest.mark.medium

@@ -105,7 +105,6 @@ def test_the_name_of_a_key_file_stays_and_a_private_key_itself_is_hidden():
     }
     words = [f"cluster.security.tls_client_key='{pem}'", f"+a={{client_keys: ['{pem}']}}", f"key is {pem}"]
     assert redact.without(words) == ["cluster.security.tls_client_key=***", "+a=***", "***"]
-    assert redact.holds_secret({"client_keys": [pem]})
     assert redact.secret_line(f"tls_client_key: |\n  {pem}") == "  -----BEGIN RSA PRIVATE KEY-----"
     assert redact.secret_line("tls_client_key: ../tls/me.key") is None
 
@@ -239,7 +238,6 @@ def test_all_numbers_of_a_secret_inside_a_value_are_hidden(text, left):
 )
 def test_numbers_in_a_config_that_may_be_a_key_are_hidden(config):
     assert "***" in redact.yaml_text(config)
-    assert redact.holds_secret(config)
 
 
 @pytest.mark.parametrize(
@@ -296,8 +294,6 @@ def test_a_number_in_a_config_is_shown_where_one_that_is_typed_is():
     texts = {"token": "12", "key": ["12"], "auth": {"key": 1}}
     shown = redact.without({**config, **texts})
     assert shown == {**config, "api_key": "***", "password": "***", "token": "***", "key": "***", "auth": "***"}
-    assert not redact.holds_secret({"d_key": 8, "n_token": [1]})
-    assert all(redact.holds_secret(one) for one in ({"d_key": "8"}, {"api_key": 123456}, {"pwd": 1}))
     assert redact.secret_line("model:\n  d_key: 8\n  n_token: [1, 2]") is None
     assert redact.secret_line("a: 1\nd_key: '8'") == "d_key: '8'"
 

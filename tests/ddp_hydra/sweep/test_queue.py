@@ -179,6 +179,38 @@ def test_a_key_that_training_data_refer_to_keeps_jobs_apart_by_a_metric_of_train
         assert SweepObjective(metric, maximize=False).ranks(rows) is is_ranked
 
 
+@pytest.mark.parametrize(
+    ("key", "metric", "is_ranked"),
+    [
+        ("smooth", "val/loss", False),
+        ("smooth", "val/accuracy", True),
+        ("beta", "val/discriminator/loss", False),
+        ("beta", "val/accuracy", True),
+        ("ignored", "val/accuracy", False),
+        ("rate", "val/loss", True),
+        ("tag", "val/loss", True),
+    ],
+)
+def test_a_key_that_the_loss_refers_to_keeps_jobs_apart_where_the_objective_is_a_loss(key, metric, is_ranked):
+    parts = {"loss": {"label_smoothing": "${smooth}"}, "task": {"alpha": "${beta}", "ignore": "${ignored}"}}
+    parts |= {"optimizer": {"lr": "${rate}"}, "experiment": "run-${tag}"}
+    own = {"smooth": 0, "beta": 1, "ignored": 0, "rate": 1, "tag": 1}
+    config = OmegaConf.create({"data": {"val": {}}, **parts, **own})
+    jobs = JobQueue(Path(), None, config, Need(), None, False, metric)
+    rows = [jobs.add([f"{key}={value}"], 0).row for value in (1, 2)]
+    assert SweepObjective(metric, maximize=False).ranks(rows) is is_ranked
+
+
+@pytest.mark.parametrize("group", ["split@data.train", "data/split@data.train.split"])
+def test_a_swept_group_of_training_data_that_validation_refers_to_keeps_jobs_apart(group):
+    for read, is_ranked in (("split", False), ("n", group != "split@data.train")):
+        train = {"split": {"seed": 0}, "n": 1}
+        config = OmegaConf.create({"data": {"train": train, "val": {"x": f"${{data.train.{read}}}"}}})
+        jobs = JobQueue(Path(), SimpleNamespace(take=lambda *_, config=config: config), config, Need(), None, False)
+        rows = [jobs.add([f"{group}={value}"], 0).row for value in "ab"]
+        assert SweepObjective("val/accuracy", maximize=True).ranks(rows) is is_ranked
+
+
 def composing(folder: Path, is_resumed: bool = False, earlier: list[JobRow] | None = None) -> JobQueue:
     """A queue whose jobs have the folders that they are given as overrides: `sub=x`."""
 

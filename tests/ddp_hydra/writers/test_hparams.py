@@ -172,6 +172,8 @@ def test_a_sweep_shows_what_differs_and_its_objective_first(tmp_path):
         ("a=${oc.env:HOME}", "${oc.env:HOME}"),
         ("a=s3://bucket/folder", "s3://bucket/folder"),
         ("a='https://u:secret@host/x?sig=secret'", "https://host/x"),
+        ("a='host=h user=u'", "host=h user=u"),
+        ("a={d_key: 8}", "{d_key: 8}"),
         ("a='na\udcefve'", "na?ve"),
     ],
 )
@@ -187,7 +189,7 @@ def test_a_value_is_a_number_a_boolean_or_text(override, value, tmp_path):
     "override",
     [
         "resume=outputs/x", "dry_run=true", "faults=['kill,rank=1']", "results.mirror=s3://a/b", "results=default",
-        "hydra.run.dir=x", "hydra/launcher=basic", "hydra.job.num=1", "~scheduler", "~a.b=1",
+        "a.token=***", "hydra.run.dir=x", "hydra/launcher=basic", "hydra.job.num=1", "~scheduler", "~a.b=1",
     ],
 )  # fmt: skip
 def test_what_makes_no_other_job_is_left_out(override):
@@ -201,6 +203,10 @@ def test_what_makes_no_other_job_is_left_out(override):
         "data.dbPassword=hush", "+data.storage={endpoint: x, key: hush}", "a=[{b: {client_secret: hush}}]",
         "data.credentials=hush", "data.password2=hush", "a.GITHUB_TOKEN=hush", "x@data.token=hush", "a='s3://k:hush@b/c'",
         "a='postgres://hush@b'", "a='http://x/y?token=hush'", "a=['http://k:hush@b/c']", "a={b: 'http://x/y?t=hush'}",
+        "a='host=h user=u password=hush'", "a='Server=h;Password=hush'", "tags=['token=hush',ok]",
+        "a={x: 'password=hush'}", "a={token: '${oc.env:NAME,hush}'}",
+        "a='it\\'s password=hush'", "a=[{private_key: '-----BEGIN PRIVATE KEY-----hush'}]",
+        "a='-----BEGIN PRIVATE KEY-----hush'",
     ],
 )  # fmt: skip
 def test_no_secret_is_written(override, tmp_path):
