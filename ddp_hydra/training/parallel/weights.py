@@ -293,7 +293,8 @@ def restored_buffers(*modules: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored_state(model: nn.Module) -> Iterator[None]:
-    # Buffers, and what `get_extra_state` of a module returns.
+    # Buffers, what `get_extra_state` of a module returns, and what its attributes are bound to.
+    bound = [(module, dict(vars(module))) for module in model.modules()]
     clone = plain_state.once(lambda tensor, _: tensor.detach().clone(), {})
     kept = [
         (module, plain_state.encode(module.get_extra_state(), f"model: {name}._extra_state", clone))
@@ -303,6 +304,12 @@ def restored_state(model: nn.Module) -> Iterator[None]:
         with restored_buffers(model):
             yield
     finally:
+        for module, before in bound:
+            own = vars(module)
+            for name in own.keys() - before.keys():
+                del own[name]
+            registered = {*module._buffers, *module._modules, *module._parameters}  # also what was None before
+            own.update((name, value) for name, value in before.items() if name not in registered)
         for module, state in kept:
             module.set_extra_state(plain_state.decode(state))
 

@@ -275,6 +275,31 @@ def test_an_extra_state_that_no_method_takes_is_not_put_back(train):
         pass
 
 
+class Carrying(nn.Linear):
+    """Carries something from batch to batch in an attribute, and has other weights while it is evaluated."""
+
+    state: torch.Tensor | None = None
+    is_merged = False
+
+    def train(self, mode: bool = True) -> nn.Module:
+        if self.is_merged == mode:
+            self.is_merged = not mode
+            self.weight.data.neg_()
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.state is None else x + self.state
+        self.state = x.detach().mean()
+        return super().forward(x)
+
+
+def test_metrics_that_are_tried_leave_no_trace_in_attributes_of_the_model(train):
+    whole = {"model": {"_target_": f"{__name__}.Carrying", "in_features": 4, "out_features": 3}}
+    tried = {"metrics": {"other": {"_target_": "torchmetrics.classification.MulticlassAccuracy", "num_classes": 3}}}
+    without, with_trial = train(whole=whole), train(whole=whole | tried)
+    assert flat(read(without.last)["model"]) == flat(read(with_trial.last)["model"])
+
+
 class Odd(nn.Linear):
     """Has an extra state that no checkpoint holds."""
 
