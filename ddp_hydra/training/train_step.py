@@ -109,8 +109,8 @@ def attributes_of(task: Task) -> dict[str, Any]:
     # A task may be a module itself, which keeps its parameters, buffers and modules apart.
     if not isinstance(task, nn.Module):
         return vars(task)
-    plain = {name: value for name, value in vars(task).items() if name not in OF_MODULES}
-    return plain | task._parameters | task._buffers | task._modules
+    registered = (*task.named_parameters(recurse=False), *task.named_buffers(recurse=False), *task.named_children())
+    return {name: value for name, value in vars(task).items() if name not in OF_MODULES} | dict(registered)
 
 
 def modules_of(task: Task) -> list[nn.Module]:
