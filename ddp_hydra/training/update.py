@@ -173,7 +173,10 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 def step_explained(optimizer: torch.optim.Optimizer, key: str) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
+        if isinstance(error, AssertionError) and "closure" in str(error):
+            what = f"the step() of {type(optimizer).__name__} needs a closure, and gets none"
+            raise ConfigError(f"{key}: {what}: give optimizer=adamw or sgd") from error
         if re.search(r"create_graph|does not have a grad_fn", str(error)):
             raise ConfigError(
                 f"{key}: the step() of {type(optimizer).__name__} needs gradients of loss.backward(create_graph=True), "
