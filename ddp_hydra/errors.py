@@ -210,6 +210,11 @@ def describe_exit(code: int, peak_rss: int = 0) -> tuple[FailureKind, str]:
     if -code == signal.SIGKILL:
         memory = f"; its peak memory was {peak_rss / 2**20:,.0f} MiB" if peak_rss else ""
         return "killed", f"killed by {name}: by hand, or by the system because memory ran out{memory}"
+    if -code == signal.SIGABRT:
+        of_gloo = (
+            "as gloo does where ranks exchange tensors of different sizes, such as their last batches of a validation"
+        )
+        return "killed", f"killed by {name}: by a library, {of_gloo}"
     return "killed", f"killed by {name}"
 
 

@@ -101,7 +101,7 @@ SAME = {
 """Jobs that have to come to what another comes to."""
 WEIGHED = "each token that counts weighs the same; before, each rank's mean did"
 CHANGED = {
-    "padded tokens, 1 rank": "rounded otherwise: a loss times n / N, gradients times N / n",
+    "padded tokens, 1 rank": "rounded otherwise: the only loss of a step is not multiplied by n / N",
     "padded tokens, 2 ranks": WEIGHED,
     "padded tokens, killed": WEIGHED,
 }

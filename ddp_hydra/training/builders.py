@@ -12,6 +12,7 @@ import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ddp_hydra import results
 from ddp_hydra.config import objective, validate
@@ -25,7 +26,7 @@ from ddp_hydra.training.callbacks import Callback
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.evaluation import EvalMetrics, Evaluation
 from ddp_hydra.training.parallel import Parallel, weights
-from ddp_hydra.training.train_step import trained_loss
+from ddp_hydra.training.train_step import attributes_of, modules_of, trained_loss
 
 WEIGHTS = ("weight", "pos_weight")
 """Arguments of losses that are tensors."""
@@ -147,21 +148,34 @@ def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
         raise ConfigError(
             f"task._target_={node['_target_']} is not a subclass of ddp_hydra.tasks.Task, but a {type(built).__name__}"
         )
-    modules = {name: part for name, part in vars(built).items() if isinstance(part, nn.Module)}
-    for name, part in modules.items():
-        refuse_lazy(part, f"task._target_={node['_target_']}: {name}")
+    for name, part in attributes_of(built).items():
+        if isinstance(part, nn.Module):
+            refuse_lazy(part, f"task._target_={node['_target_']}: {name}")
+    for module in modules_of(built):
+        module.to(device)
     trained = set(loss.parameters()) if (loss := trained_loss(built)) is not None else set()
-    for name, part in modules.items():
-        for parameter in part.to(device).parameters():
-            if parameter.requires_grad and parameter not in trained:
+    for name, part in _parts_of(built):
+        for parameter in part.parameters() if isinstance(part, nn.Module) else [part]:
+            if parameter.requires_grad and parameter not in trained and not is_lazy(parameter):
                 parameter.register_hook(partial(_refuse_gradient, type(built).__name__, name))
     return built
 
 
+def _parts_of(task: Task) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
+    # Also in lists and dicts.
+    for name, value in attributes_of(task).items():
+        entries = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+        )
+        for path, one in ((name, value), *((f"{name}[{key!r}]", entry) for key, entry in entries)):
+            if isinstance(one, nn.Module | nn.Parameter):
+                yield path, one
+
+
 def _refuse_gradient(task: str, name: str, gradient: torch.Tensor) -> None:
     raise ConfigError(
-        f"{task}.{name} has parameters that get gradients, but no optimizer trains them: make it a part of the model, "
-        f"name it `criterion` if it is the loss, or freeze it, as by self.{name}.requires_grad_(False)"
+        f"{task}.{name} gets gradients, but no optimizer trains it: name it `criterion` if it is the loss, put it into "
+        f"the module self.criterion or the model, or freeze it, as by self.{name}.requires_grad_(False)"
     )
 
 

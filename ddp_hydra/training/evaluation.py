@@ -60,7 +60,8 @@ class Evaluation:
         if task is None or not are_copied:
             return
         few = replace(self, batch_size=min(self.batch_size, FEW), task=task, metrics=self.metrics.copied())
-        with warnings.catch_warnings(action="ignore"), restored_state(model):
+        # `train` of a model may undo what `eval` has done to its weights: it is called before attributes are put back.
+        with warnings.catch_warnings(action="ignore"), restored_state(model), evaluation_mode([model]):
             found = few.run(model, stop=lambda: True, are_few=True)
         are_known = type(self.task).metrics is Task.metrics and few.metrics.are_complete
         if metric.startswith("val/") and are_known and "val/loss" in found and metric not in found:

@@ -184,7 +184,7 @@ def forward_backward(
         with update.part.sync_gradients(batch.last):
             with run.autocast:
                 result = update.part(batch.batch)
-            loss = update.weighing.weigh(result, batch.size)
+            loss = update.weighing.weigh(result, batch.size, is_only=batch.last and not losses)
             if run.fault.corrupts(run.step):
                 loss = loss * float("nan")
             losses.append(loss.detach())

@@ -33,6 +33,7 @@ from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.nonfinite import NonFiniteHandler, NonFiniteStep
 from ddp_hydra.training.optimizers import UpdateBuilder
 from ddp_hydra.training.parallel import Parallel, parameter_groups
+from ddp_hydra.training.parallel.weights import restored_state
 from ddp_hydra.training.profiler import Profiler
 from ddp_hydra.training.seeds import seed_step, seeded
 from ddp_hydra.training.state import Position, TrainingState, together
@@ -108,7 +109,8 @@ class TrainingRun:
         description = setup.check_data(cfg, self.task, train_set, val_set, before, world)
         for data in (train_set, val_set):
             if hasattr(data, "check_model"):
-                data.check_model(self.model)
+                with restored_state(self.model):
+                    data.check_model(self.model)
 
         self.schedule_progress = progress = ScheduleProgress(
             cfg.trainer.epochs, cfg.trainer.max_steps, self.sampler, Position()

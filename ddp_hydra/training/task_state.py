@@ -23,7 +23,7 @@ from ddp_hydra.training import plain_state
 from ddp_hydra.training.finite import STATISTICS, is_finite
 from ddp_hydra.training.parallel import weights
 from ddp_hydra.training.plain_state import is_wrapped
-from ddp_hydra.training.train_step import loss_module
+from ddp_hydra.training.train_step import OF_MODULES, attributes_of, loss_module
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size: the types as which the numbers of any type are added up."""
@@ -61,7 +61,7 @@ class TaskState:
     def __init__(self, make: Callable[[], Task]) -> None:
         self.make, self.task = make, make()
         loss = loss_module(self.task)
-        own = vars(self.task).items()
+        own = attributes_of(self.task).items()
         self.parts = {name: part for name, part in own if has_state(part) and part is not loss}
         self.built = {name: checksum_of(part) for name, part in self.modules.items()}
         self.built_loss = checksum(frozen_of_loss(self.task).values())
@@ -119,7 +119,7 @@ class TaskState:
             one.copy_(made[name])
 
     def build_again(self, names: Collection[str]) -> None:
-        made = vars(self.make()) if names else {}
+        made = attributes_of(self.make()) if names else {}
         for name in names:
             load_part(self.parts[name], "task", f"{type(self.task).__name__}.{name}", made[name].state_dict())
 
@@ -179,7 +179,7 @@ class TaskState:
         # Names of what no checkpoint has, their fingerprints (None: a module that a step has made), and what to do.
         task, criterion = self.task, getattr(self.task, "criterion", None)
         pair, kind = "state_dict() and load_state_dict(state)", type(task).__name__
-        for name, value in vars(task).items() if not self.tells_own else ():
+        for name, value in attributes_of(task).items() if not self.tells_own else ():
             if name in self.parts or value is criterion or is_saved_in(saved, value):
                 continue
             if isinstance(value, nn.Module) and weights.tensors_of(value):
@@ -196,11 +196,8 @@ class TaskState:
             pair = "get_extra_state() and set_extra_state(state), or make it a buffer"
             is_saved = type(criterion).get_extra_state is not nn.Module.get_extra_state
         for name, value in getattr(criterion, "__dict__", {}).items() if not is_saved else ():
-            if name not in _OF_MODULES and (found := noticed(value, saved)) is not None:
+            if name not in OF_MODULES and (found := noticed(value, saved)) is not None:
                 yield f"{kind}.{name}", found, f"define {kind}.{pair}"
-
-
-_OF_MODULES = vars(nn.Module()).keys()
 
 
 def frozen_of_loss(task: Task) -> dict[str, nn.Parameter]:

@@ -22,6 +22,8 @@ from ddp_hydra.tasks import Step, Task
 _OUTPUTS = ("prediction", "logits", "output")
 """Variables of the tasks that hold a model's output."""
 _SHOWN = 8
+OF_MODULES = vars(nn.Module()).keys()
+"""Attributes of each module."""
 
 
 class TrainStep(nn.Module):
@@ -103,8 +105,17 @@ def trained_loss(task: Task) -> nn.Module | None:
     return loss if loss is not None and any(one.requires_grad for one in loss.parameters()) else None
 
 
+def attributes_of(task: Task) -> dict[str, Any]:
+    # A task may be a module itself, which keeps its parameters, buffers and modules apart.
+    if not isinstance(task, nn.Module):
+        return vars(task)
+    registered = (*task.named_parameters(recurse=False), *task.named_buffers(recurse=False), *task.named_children())
+    return {name: value for name, value in vars(task).items() if name not in OF_MODULES} | dict(registered)
+
+
 def modules_of(task: Task) -> list[nn.Module]:
-    parts = (*vars(task).values(), getattr(task, "criterion", None))
+    own = [task] if isinstance(task, nn.Module) else vars(task).values()
+    parts = (*own, getattr(task, "criterion", None))
     return list(dict.fromkeys(part for part in parts if isinstance(part, nn.Module)))
 
 

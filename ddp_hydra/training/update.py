@@ -3,7 +3,8 @@
 Losses are weighed: the gradient of a step is the gradient of the mean over the things of all micro-batches and ranks. A
 micro-batch's loss is a mean over `n` things, of which only this rank knows. Gradients are averaged over the ranks. So
 each loss is multiplied by n / N, where all ranks know N, and the averaged gradients by ranks · N / Σ n. Where n is the
-number of samples, the latter is 1 and the former the share of the step's samples.
+number of samples, the latter is 1 and the former the share of the step's samples. Where a step has one rank and one
+micro-batch, both are 1, so that hooks at gradients see those of the loss.
 """
 
 from __future__ import annotations
@@ -178,7 +179,10 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 def step_explained(optimizer: torch.optim.Optimizer, key: str) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
+        if isinstance(error, AssertionError) and "closure" in str(error):
+            what = f"the step() of {type(optimizer).__name__} needs a closure, and gets none"
+            raise ConfigError(f"{key}: {what}: give optimizer=adamw or sgd") from error
         if re.search(r"create_graph|does not have a grad_fn", str(error)):
             raise ConfigError(
                 f"{key}: the step() of {type(optimizer).__name__} needs gradients of loss.backward(create_graph=True), "
@@ -233,6 +237,7 @@ class Weighing:
             number gives the same gradients but for rounding, so it is in checkpoints.
         n: things of this rank in the step so far; on the device where they depend on the data there.
         is_empty: nothing counted in the step, on any rank.
+        is_whole: the step has one micro-batch of one rank, whose loss is the step's.
     """
 
     def __init__(self, samples: int, consensus: StepConsensus) -> None:
@@ -242,7 +247,7 @@ class Weighing:
 
     def begin(self) -> None:
         self.n: float | Tensor = 0.0
-        self.summed = self.is_empty = False
+        self.summed = self.is_empty = self.is_whole = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self.scale}
@@ -250,11 +255,11 @@ class Weighing:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.scale = state["scale"]
 
-    def weigh(self, step: Step, size: int) -> Tensor:
+    def weigh(self, step: Step, size: int, is_only: bool = False) -> Tensor:
         # At the first one a collective.
         n = size if step.n is None else step.n
         self.n = self.n + n
-        self.summed = step.summed
+        self.summed, self.is_whole = step.summed, is_only and self.consensus.world.size == 1
         if self.scale is None:
             self._agree(n, size)
         if step.summed:
@@ -264,7 +269,7 @@ class Weighing:
             _stop_gradient_where_zero(step.prediction, n)
         elif not n:
             return step.loss  # 0, see `TrainStep`
-        weight = n / self.denominator
+        weight = 1.0 if self.is_whole else n / self.denominator
         return step.loss if not isinstance(weight, Tensor) and weight == 1 else step.loss * weight
 
     @property
@@ -272,7 +277,7 @@ class Weighing:
         return self.samples * (self.scale or 1.0)
 
     def unweighed(self, losses: Sequence[Tensor]) -> Callable[[], float]:
-        n, denominator = self.n, 0.0 if self.summed else self.denominator
+        n, denominator = self.n, 0.0 if self.summed or self.is_whole else self.denominator
 
         def mean() -> float:
             total, things = float(sum(losses)), float(n)
@@ -295,7 +300,7 @@ class Weighing:
         if not (math.isfinite(total) and min(n) >= 0):
             raise ValueError(f"the task's n is {', '.join(map(str, n))} on the ranks: it must be 0 or more")
         self.is_empty = total == 0
-        return 1.0 if self.is_empty else len(n) * self.denominator / total
+        return 1.0 if self.is_empty or self.is_whole else len(n) * self.denominator / total
 
     def refuse_uneven(self, n: Sequence[float], hook: str) -> None:
         if not self.summed and (len(set(n)) > 1 or self.factor(n) != 1):

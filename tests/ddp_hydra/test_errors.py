@@ -69,7 +69,7 @@ def test_the_cause_is_what_came_first_and_never_an_echo(failures, order):
     ("code", "peak", "kind", "words"),
     [
         (3, 0, "exited", "code 3"),
-        (-signal.SIGABRT, 2**30, "killed", "killed by SIGABRT"),
+        (-signal.SIGABRT, 2**30, "killed", "killed by SIGABRT: by a library, as gloo does where ranks exchange"),
         (-signal.SIGKILL, 0, "killed", "killed by SIGKILL: by hand, or by the system because memory ran out"),
         (-signal.SIGKILL, 3 * 2**30, "killed", "its peak memory was 3,072 MiB"),
         (-99, 0, "killed", "killed by signal 99"),

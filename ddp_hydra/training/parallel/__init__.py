@@ -119,10 +119,11 @@ class Parallel:
         try:
             yield
         except RuntimeError as error:
-            if self.channels_last and re.search("view size is not compatible|Cannot view a tensor", str(error)):
+            of_view = "view size is not compatible|Cannot view a tensor|must have a last dimension with stride 1"
+            if self.channels_last and re.search(of_view, str(error)):
                 error.add_note(
                     "the channels of images and of convolutions are last in memory: give trainer.channels_last=false, "
-                    "or write flatten or reshape in place of view"
+                    "or write flatten or reshape in place of view, and x.contiguous() in view_as_complex"
                 )
             raise
 

@@ -129,13 +129,21 @@ def devices(model: nn.Module) -> list[torch.device]:
 
 
 def lay_out(model: nn.Module, channels_last: bool | None) -> bool:
-    # It returns whether channels are last now. By default, they are where there are convolutions of images, unless the
-    # model calls `view`: `x.view(len(x), -1)`, which many models end with, refuses images of this layout.
+    # It returns whether channels are last now. By default, they are in weights of convolutions of images, as torch
+    # advises, unless the model calls `view`: `x.view(len(x), -1)`, which many models end with, refuses images of this
+    # layout. Other parameters of four axes stay, as one that the model takes as complex numbers.
+    layers = [model]
     if channels_last is None:
-        has_images = any(isinstance(module, nn.Conv2d) for module in model.modules())
+        layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.ConvTranspose2d)]
+        has_images = any(isinstance(module, nn.Conv2d) for module in layers)
         channels_last = has_images and not any(map(_calls_view, {type(module) for module in model.modules()}))
-    if channels_last:
-        model.to(memory_format=torch.channels_last)
+    elif channels_last and (deep := [name for name, one, _ in _tensors(model) if one.ndim == 5]):
+        raise ConfigError(
+            f"trainer.channels_last=true is for tensors of four axes, and {deep[0]} of the model has five: leave it "
+            "out, then weights of 2-d convolutions have the channels last"
+        )
+    for layer in layers if channels_last else ():
+        layer.to(memory_format=torch.channels_last)
     return channels_last
 
 
@@ -293,7 +301,8 @@ def restored_buffers(*modules: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored_state(model: nn.Module) -> Iterator[None]:
-    # Buffers, and what `get_extra_state` of a module returns.
+    # Buffers, what `get_extra_state` of a module returns, and what its attributes are bound to.
+    bound = [(module, dict(vars(module))) for module in model.modules()]
     clone = plain_state.once(lambda tensor, _: tensor.detach().clone(), {})
     kept = [
         (module, plain_state.encode(module.get_extra_state(), f"model: {name}._extra_state", clone))
@@ -303,6 +312,13 @@ def restored_state(model: nn.Module) -> Iterator[None]:
         with restored_buffers(model):
             yield
     finally:
+        for module, before in bound:
+            own = vars(module)
+            for name in own.keys() - before.keys():
+                del own[name]
+            for name, value in before.items():
+                if name in own or not hasattr(module, name):  # else it is a buffer or a module now
+                    own[name] = value
         for module, state in kept:
             module.set_extra_state(plain_state.decode(state))
 

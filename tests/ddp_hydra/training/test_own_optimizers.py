@@ -323,6 +323,18 @@ def test_an_optimizer_that_needs_second_derivatives_is_told(train):
         train(whole=own("SecondOrder", lr=0.1))
 
 
+class Sharp(torch.optim.SGD):
+    """Computes the loss again, as SAM."""
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
+
+
+def test_an_optimizer_that_needs_a_closure_is_told(train):
+    with pytest.raises(ConfigError, match=r"optimizer: the step\(\) of Sharp needs a closure, and gets none"):
+        train(whole=own("Sharp", lr=0.1))
+
+
 class Wrapper(torch.optim.Optimizer):
     """Wraps another optimizer without settings of its own, as schedulefree's does."""
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import builders
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.parallel import weights
@@ -174,6 +175,39 @@ def test_a_model_that_calls_view_trains_as_it_does_in_torch(train):
         assert not weights.lay_out(kind(), None)
     assert not weights.lay_out(nn.Sequential(nn.Conv2d(3, 4, 2), Net()), None)
     assert weights.lay_out(Net(), True)
+
+
+class Filtered(nn.Module):
+    """As GFNet and models of videos: a filter of complex numbers, and weights of five axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.up = nn.Conv2d(3, 4, 2), nn.ConvTranspose2d(4, 2, 2)
+        self.time, self.filter = nn.Conv3d(1, 1, 1), nn.Parameter(torch.ones(2, 4, 4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.time((self.up(self.conv(x)) * torch.view_as_complex(self.filter).abs())[:, None])
+
+
+def test_only_weights_of_2d_convolutions_are_laid_out_by_default():
+    model, images = Filtered(), torch.ones(2, 3, 4, 4)
+    expected = model(images)
+    assert weights.lay_out(model, None)
+    assert torch.allclose(model(images.to(memory_format=torch.channels_last)), expected)
+    layers = [model.conv.weight, model.up.weight]
+    assert all(one.is_contiguous(memory_format=torch.channels_last) for one in layers)
+    assert model.filter.is_contiguous()
+    with pytest.raises(ConfigError, match=r"channels_last=true.*time\.weight of the model has five: leave it out"):
+        weights.lay_out(model, True)
+
+
+def test_an_error_of_a_complex_view_says_which_key_changes_the_layout():
+    model, parallel = Filtered(), Unwrapped()
+    model.time = nn.Identity()
+    parallel.channels_last = weights.lay_out(model, True)
+    with pytest.raises(RuntimeError, match="last dimension with stride 1") as raised, parallel.explain_errors():
+        model(torch.zeros(2, 3, 4, 4))
+    assert "give trainer.channels_last=false" in raised.value.__notes__[0]
 
 
 @pytest.mark.parametrize("kind", [Net, Hidden])

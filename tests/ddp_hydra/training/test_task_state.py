@@ -49,6 +49,26 @@ class Teaching(Task):
         return Step(F.cross_entropy(out, y) + F.mse_loss(out, goal), len(y))
 
 
+class TeachingModule(Teaching, nn.Module):
+    """Is a module itself."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, affine=False)
+
+    def step(self, model: Any, batch: Any) -> Step:
+        assert self.training or not model.training
+        self.norm(batch[0])
+        return super().step(model, batch)
+
+
+class ModuleTeaching(TeachingModule):
+    """Has the state of a module."""
+
+    state_dict, load_state_dict = nn.Module.state_dict, nn.Module.load_state_dict
+
+
 class Steps:
     """Counts, and has a state."""
 
@@ -86,7 +106,7 @@ def parts_of(task: type[Task], **options: Any) -> dict[str, Any]:
     return {**BY_LOSS, "task": {"_target_": f"{__name__}.{task.__name__}", "metric": "loss", **options}}
 
 
-@pytest.mark.parametrize("task", [Teaching, Kept])
+@pytest.mark.parametrize("task", [Teaching, Kept, TeachingModule, ModuleTeaching])
 @pytest.mark.parametrize("step", [2, 6])
 def test_a_resumed_run_ends_as_the_uninterrupted_one(train, task, step, capsys):
     check_resume(train, ("update", step), whole=parts_of(task))
@@ -97,6 +117,10 @@ def test_checkpoints_have_the_modules_that_have_changed(train):
     saved = read(train(whole=parts_of(Teaching)).last)["task"]
     assert saved["parts"]["teacher"].keys() == {"weight", "bias"}
     assert saved["parts"]["frozen"] is None
+    parts = read(train(whole=parts_of(TeachingModule)).last)["task"]["parts"]
+    assert parts["norm"]["num_batches_tracked"] == 8, "the module is evaluated in evaluation mode"
+    assert parts["frozen"] is None
+    assert flat(parts["teacher"]) == flat(saved["parts"]["teacher"])
     assert (saved["parts"]["step_of"], saved["own"]) == ({"n": 8}, None)
     assert "task" not in read(train().last)
 
@@ -273,6 +297,31 @@ def test_an_extra_state_that_no_method_takes_is_not_put_back(train):
     model = nn.Sequential(Versioned())
     with weights.restored_state(model):
         pass
+
+
+class Carrying(nn.Linear):
+    """Carries something from batch to batch in an attribute, and has other weights while it is evaluated."""
+
+    state: torch.Tensor | None = None
+    is_merged = False
+
+    def train(self, mode: bool = True) -> nn.Module:
+        if self.is_merged == mode:
+            self.is_merged = not mode
+            self.weight.data.neg_()
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.state is None else x + self.state
+        self.state = x.detach().mean()
+        return super().forward(x)
+
+
+def test_metrics_that_are_tried_leave_no_trace_in_attributes_of_the_model(train):
+    whole = {"model": {"_target_": f"{__name__}.Carrying", "in_features": 4, "out_features": 3}}
+    tried = {"metrics": {"other": {"_target_": "torchmetrics.classification.MulticlassAccuracy", "num_classes": 3}}}
+    without, with_trial = train(whole=whole), train(whole=whole | tried)
+    assert flat(read(without.last)["model"]) == flat(read(with_trial.last)["model"])
 
 
 class Odd(nn.Linear):

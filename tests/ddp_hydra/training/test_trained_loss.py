@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -117,7 +119,33 @@ class Named(Classification):
 
 def test_what_no_optimizer_trains_is_refused(train):
     parts = {**LOSS, **BY_LOSS, "task": {"_target_": f"{__name__}.Late", "metric": "loss"}}
-    with pytest.raises(ConfigError, match=r"Late.centres has parameters that get gradients.*name it `criterion`"):
+    with pytest.raises(ConfigError, match=r"Late.centres gets gradients.*name it `criterion`"):
+        train(whole=parts)
+
+
+class Weights(Task):
+    """Has the weights of losses as attributes."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self.at, self.log_vars, self.frozen = at, nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2), False)
+        self.powers, self.scales = [nn.Parameter(torch.zeros(2))], {"a": 1.0, "b": nn.Parameter(torch.zeros(2))}
+
+    def step(self, model, batch):
+        used = {"log_vars": self.log_vars, "powers[0]": self.powers[0], "scales['b']": self.scales["b"]}
+        return F.cross_entropy(model(batch[0]), batch[1]) + (used[self.at] + self.frozen).sum()
+
+
+class WeightsModule(Weights, nn.Module):
+    """Is a module, too."""
+
+
+@pytest.mark.parametrize("task", [Weights, WeightsModule])
+@pytest.mark.parametrize("at", ["log_vars", "powers[0]", "scales['b']"])
+def test_parameters_of_a_task_that_nothing_trains_are_refused(train, task, at):
+    parts = {**BY_LOSS, "task": {"_target_": f"{__name__}.{task.__name__}", "metric": "loss", "at": at}}
+    name = re.escape(f"{task.__name__}.{at}")
+    with pytest.raises(ConfigError, match=f"{name} gets gradients, but no optimizer trains it.*self.criterion"):
         train(whole=parts)
 
 

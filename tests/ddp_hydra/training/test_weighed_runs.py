@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import default_collate
 
+from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.tasks import Step, Task
-from tests.ddp_hydra.training.loop_runs import Numbers, check_resume, weights
+from ddp_hydra.training.checkpoint import read
+from tests.ddp_hydra.training.loop_runs import Numbers, check_resume, flat, weights
+from tests.ddp_hydra.training.plain_torch import CONSTANT, begin_alike
 
 
 class Some(Task):
@@ -33,6 +37,16 @@ class Sum(Task):
     def step(self, model, batch):
         x, y = batch
         return Step(F.cross_entropy(model(x), y, reduction="sum"), summed=True)
+
+
+class Clamped(nn.Linear):
+    """Clamps its gradients, the usual recipe against ones that explode."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        begin_alike(self)
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
 
 
 SOME = {
@@ -62,6 +76,19 @@ def test_micro_batches_of_different_weight_make_the_step_of_one_batch(train, opt
     whole = split(train, 1, 4, **options)
     for parts, size in ((2, 2), (4, 1)):
         assert torch.allclose(weights(whole), weights(split(train, parts, size, **options)), atol=tolerance)
+
+
+def test_a_hook_sees_the_gradients_of_torch(train):
+    model, task, numbers = Clamped(4, 3), Some(), Numbers(9)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for epoch in range(2):
+        for batch in Distributed(9, 4).batches(epoch):
+            optimizer.zero_grad()
+            task.step(model, (numbers.x[list(batch)], numbers.y[list(batch)])).loss.backward()
+            optimizer.step()
+    clamped = {"model": {"_target_": f"{__name__}.Clamped", "in_features": 4, "out_features": 3}}
+    run = train(whole={**clamped, "scheduler": CONSTANT}, parts={**SOME, "data": {"batch_size": 4}})
+    assert flat(read(run.last)["model"]) == flat(model.state_dict())
 
 
 @pytest.mark.medium

@@ -52,6 +52,21 @@ def test_samples_alone_need_no_factor():
     assert weighing.factor([8.0]) == weighing.factor([8.0, 8.0, 8.0]) == 1
 
 
+def test_the_only_loss_of_a_step_is_not_scaled():
+    weighing = Weighing(8, StepConsensus())
+    for n in (8, 3, torch.tensor(5)):  # the first one decides on N
+        weighing.begin()
+        loss = torch.tensor(2.0)
+        assert weighing.weigh(Step(loss, n), 8, is_only=True) is loss
+        assert weighing.factor([float(n)]) == 1
+        assert weighing.unweighed([loss])() == 2
+    assert weighing.weigh(Step(loss, 4), 8).item() == 1
+    weighing.begin()
+    assert weighing.weigh(Step(loss * 0, 0), 8, is_only=True) == 0
+    weighing.factor([0.0])
+    assert weighing.is_empty
+
+
 def test_where_nothing_counts_the_step_is_empty():
     weighing = Weighing(2, StepConsensus())
     assert weighing.factor([0.0, 0.0]) == 1
