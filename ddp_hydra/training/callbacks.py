@@ -119,7 +119,7 @@ class RunView:
 
         From the end of an epoch until the next record of the training, metrics of the training are means over it.
         """
-        return dict(self._run.metrics)
+        return dict(self._run.state.metrics)
 
     @property
     def device(self) -> torch.device:

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from ddp_hydra.config import checkpoint_config, objective, project, rank_batch, redact
 from ddp_hydra.config.project import PACKAGES
+from ddp_hydra.config.unknown_keys import OUR_DATA_KEYS
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.storage.run_ref import RunRef
@@ -165,6 +166,8 @@ def restore(state: TrainingState, content: Mapping[str, Any], cfg: DictConfig | 
     nodes = [[config.get(part) for part in ("task", "loss")] for config in (before, now)]
     if nodes[0] != nodes[1]:
         content = {**content, "epoch_means": None}  # sums of what another task has counted
+    if _measured_by(before) != _measured_by(now):
+        content = {**content, "metrics": {}}
     if not is_same_task(before, now):
         content = {**content, "task": None}
     may_differ = nodes[0] != nodes[1] or "${" in str(nodes)  # an interpolation may have another value
@@ -196,6 +199,7 @@ def restore(state: TrainingState, content: Mapping[str, Any], cfg: DictConfig | 
         weights.load_copied(ema.model, state.parallel.state())
     if before != now and _objective(before) != _objective(now):
         state.best = None
+        state.metrics = {name: value for name, value in state.metrics.items() if objective.is_of_run(name)}
         for plateau in [one.scheduler for one in settings if isinstance(one.scheduler, ReduceLROnPlateau)]:
             plateau.best, plateau.num_bad_epochs = plateau.mode_worse, 0
         if (early_stopping := state.extras.get("early_stopping")) is not None:
@@ -335,6 +339,12 @@ def _known_value(node: Any, key: Any) -> Any:
     except OmegaConfBaseException:
         return object()
     return value
+
+
+def _measured_by(config: Mapping[str, Any]) -> list[Any]:
+    # What gives metrics their meaning. The validation set may refer to keys of the user beside it.
+    data = {key: one for key, one in (config.get("data") or {}).items() if key == "val" or key not in OUR_DATA_KEYS}
+    return [data, *(config.get(part) for part in ("task", "loss", "metrics"))]
 
 
 def _objective(config: Mapping[str, Any]) -> tuple[str, str] | None:
