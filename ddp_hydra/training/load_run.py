@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, ReduceLROnPlateau, StepLR
 
 from ddp_hydra.config import checkpoint_config, objective, project, rank_batch, redact
 from ddp_hydra.config.project import PACKAGES
@@ -152,6 +152,8 @@ def restore_task(
 SHOWN = 8
 _PLATEAU = {"factor", "patience", "cooldown", "eps", "mode", "threshold", "threshold_mode", "mode_worse", "min_lrs"}
 """Attributes of ReduceLROnPlateau that are its arguments."""
+_BY_STEP = (StepLR, MultiStepLR, ExponentialLR)
+"""Schedules of torch that multiply the rate after some steps: other arguments apply to the steps to come."""
 
 
 def restore(state: TrainingState, content: Mapping[str, Any], cfg: DictConfig | None = None, data: Any = None) -> str:
@@ -225,9 +227,9 @@ class OptimizerSettings:
         changed = _changed_keys(before, now, "scheduler", name)
         is_plateau = isinstance(scheduler, ReduceLROnPlateau)
         self.is_torchs = not is_plateau and not isinstance(scheduler, FactorLR)
-        # Arguments that a schedule of torch has made other numbers of can't be put back one by one: it begins anew.
-        derived = isinstance(scheduler, (OneCycleLR, CyclicLR)) or changed - own.keys()
-        self.is_other_schedule = "_target_" in changed or (self.is_torchs and bool(changed) and bool(derived))
+        # Other schedules of torch follow a curve that belongs to all arguments, and may make other numbers of them.
+        is_by_step = type(scheduler) in _BY_STEP and changed <= own.keys()
+        self.is_other_schedule = "_target_" in changed or (self.is_torchs and bool(changed) and not is_by_step)
         self.depends_on_length = optimizers.depends_on_length(new)
         kept = _PLATEAU if is_plateau and not self.is_other_schedule else changed
         self.schedule = {key: own[key] for key in kept & own.keys()}
