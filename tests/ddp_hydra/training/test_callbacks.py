@@ -654,6 +654,15 @@ def test_what_was_frozen_is_trained_from_some_epoch_on_also_after_a_resume(train
     assert same(resumed.last, whole.last)
 
 
+@pytest.mark.medium
+def test_a_run_that_is_made_longer_unfreezes_as_one_that_was_so_from_the_beginning(train, net):
+    given = {"parts": unfrozen(), "freeze": ["*", "!2.*"]}
+    given["parts"]["scheduler"] = {"_target_": "ddp_hydra.training.lr_schedules.constant"}
+    first, never = train(epochs=2, **given), train(epochs=4, **given)
+    assert "unfrozen" not in read(first.last)
+    assert same(train(epochs=4, resume=first.last, **given).last, never.last)
+
+
 class Thaw(Callback):
     """Unfreezes after some step, of which no checkpoint follows."""
 
@@ -729,7 +738,7 @@ def test_what_can_not_be_unfrozen_is_said(train, net):
 def test_a_frozen_part_stays_so_at_the_end_of_the_run():
     callback = Unfreeze(1)
     callback.on_validation(type("run", (), {"epoch": 1, "step": 8, "total_steps": 8})())
-    assert callback.state_dict() == {"done": False}
+    assert callback.state_dict() == {"due": True, "done": False}
 
 
 @pytest.fixture
