@@ -15,10 +15,9 @@ OF_A_TASK = ("metric", "direction")
 """Keys of a task's config that say what best.pt goes by if `objective` does not; the task itself doesn't take them."""
 OF_AN_UPDATE = ("lr", "grad_norm", "loss_scale")
 """Metrics of each update; where it has a name, theirs begin with it: generator/lr."""
-OWN = (
-    *OF_AN_UPDATE,
-    *("samples_per_s", "tokens_per_s", "mfu", "peak_memory", "data_wait", "slowest_rank"),
-)
+OF_A_MACHINE = ("samples_per_s", "tokens_per_s", "mfu", "peak_memory", "data_wait", "slowest_rank")
+"""Metrics of how fast a run is, which it doesn't repeat; besides those whose names begin with `data/`."""
+OWN = (*OF_AN_UPDATE, *OF_A_MACHINE)
 """Metrics that a run logs itself after some steps, besides those whose names begin with `OWN_PREFIXES`."""
 OWN_PREFIXES = ("train/", "train_epoch/", "data/")
 _CLASS_LOSS = re.compile(r"^(?!.*(binary|gaussian|poisson)).*(cross_?entropy|nll_?loss)", re.IGNORECASE)
@@ -68,6 +67,10 @@ def direction_of(metric: str) -> str:
 def is_of_run(metric: str) -> bool:
     is_of_update = metric.rpartition("/")[2] in OF_AN_UPDATE
     return is_of_update or metric in OWN or metric.startswith((*OWN_PREFIXES, "val/"))
+
+
+def is_of_machine(metric: str) -> bool:
+    return metric in OF_A_MACHINE or metric.startswith("data/")
 
 
 def is_of_validation(metric: str) -> bool:

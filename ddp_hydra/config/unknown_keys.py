@@ -76,6 +76,8 @@ OF_DATA_LOADER = {
 }
 """Arguments of torch's DataLoader that a config of data may hold by habit, and what takes their place; those that
 change no batch may stay."""
+_OF_NODES = ("metrics", "callbacks")
+"""Groups of which each key is a node, or null for none."""
 OUR_DATA_KEYS = (
     "name", "batch_size", "global_batch", "train", "val", "prefetch", "memory_mb", "workers", "n_samples", "shard_by"
 )  # fmt: skip
@@ -87,8 +89,7 @@ def check(cfg: DictConfig) -> None:
     for _, said in _inner_mistakes(raw):  # keys at the top were judged with Hydra's part, which may read them
         raise ConfigError(said)
     _check_data(raw)
-    groups = ("metrics", "callbacks")
-    nodes = [(name, key, one) for name in groups for key, one in (raw.get(name) or {}).items() if one is not None]
+    nodes = [(name, key, one) for name in _OF_NODES for key, one in (raw.get(name) or {}).items() if one is not None]
     sets = ((key, raw["data"].get(key)) for key in ("train", "val"))
     nodes += [("data", key, value) for key, value in sets if isinstance(value, str | dict) and value]
     for group, key, value in nodes:
@@ -369,6 +370,7 @@ def _warn_of_unread(cfg: DictConfig, hydra_cfg: Any) -> None:
         node = cfg.get(group) if name and "." not in name and group not in SCHEMAS else None
         if not isinstance(node, DictConfig) or "_target_" in node or name in OUR_DATA_KEYS or is_read(key, raw):
             continue
-        if name in node and not isinstance(node.get(name), DictConfig):
+        is_left_out = group in _OF_NODES and node.get(name) is None
+        if name in node and not is_left_out and not isinstance(node.get(name), DictConfig):
             others = [str(other) for other in node if other != name]
             log.warning("%s: nothing reads it%s", key, text.meant(name, others, f"{group}."))

@@ -50,7 +50,6 @@ from ddp_hydra.job.run_dir import (
     keep_project,
     kept_environment,
     measured_until,
-    metrics_by_step,
     refuse_other_run,
     saved_step,
     write_held,
@@ -198,10 +197,7 @@ def train(
             job.on_begin = partial(stack.enter_context, session)
         result = read_result(job.run_here() if connect.is_inline(cfg.cluster) else job.run_on_dask(packed, stop))
         # What an attempt has not measured itself, the one before has: it may have ended just after its last validation.
-        measured = summary.metrics
-        if cfg.resume and not measured and not result.metrics:  # nothing was left to train
-            measured = metrics_by_step(cfg.resume).get(result.steps, {})
-        metrics, slowest = {**measured, **finite(result.metrics)}, finite(result.slowest)
+        metrics, slowest = {**summary.metrics, **finite(result.metrics)}, finite(result.slowest)
         matrices = result.matrices or (earlier.matrices if summary.from_step == earlier.steps else None) or {}
         summary.update({**asdict(result), "metrics": metrics, "slowest": slowest, "matrices": matrices})
         if result.interrupted not in ("", "pause"):
@@ -266,8 +262,7 @@ class Job:
         elif self.remote and self.remote.spec.max_restarts:  # its scheduler may be another one than the command's
             self.ranks_before = 0
         self.sent = set[int]()  # steps of checkpoints
-        is_copy = "resume" in self.files and not has_checkpoint(self.run_dir)
-        first_save = metrics_by_step(str(self.cfg.resume)) if is_copy else None
+        first_save = "resume" in self.files and not has_checkpoint(self.run_dir)
         self.saving: dict[str, Any] = {"kept": self.saved_config, "first_save": first_save}
         self.ended: list[AttemptEntry] = []
         self.status = Status(objective=self.summary.objective, tags=self.summary.tags, attempts=self.earlier_attempts)
@@ -364,7 +359,7 @@ class Job:
         if number != self.first_attempt or world_size != self.first_world_size:
             settings["first_ranks"] = self.first_world_size
             if self.saved:  # otherwise an earlier run has left the checkpoints in the run directory
-                settings["first_save"] = None
+                settings["first_save"] = False
                 try:
                     files = {"resume": find_checkpoint(self.run_dir).absolute()}
                 except CheckpointError as error:

@@ -16,15 +16,13 @@ from omegaconf import DictConfig, read_write
 
 from ddp_hydra.config import env_values, project, redact
 from ddp_hydra.console.text import typed
-from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, RecordError
+from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
 from ddp_hydra.run_state import Best, Metrics, Summary
 from ddp_hydra.storage.files import link_or_copy, prepared_path, replacing, write_atomic, writing
 from ddp_hydra.storage.manifest import (
     BEST,
     FOLDER,
-    NAME,
     CheckpointEntry,
-    decode_manifest,
     has_checkpoint,
     read_manifest,
     readable_steps,
@@ -260,13 +258,6 @@ def measured_until(run_dir: Path, step: int, known: Sequence[Measured]) -> Measu
     metrics = {**before, **last_metrics(run_dir, step), **_metrics_of(entry)}  # means over an epoch win over a line's
     samples = entry.samples if entry else None
     return Measured(step, None if samples is None else int(samples), metrics)
-
-
-def metrics_by_step(resume: str) -> dict[int, dict[str, float | None]]:
-    with contextlib.suppress(OSError, ValueError, DdpHydraError):
-        entries = decode_manifest(RunRef.named(resume).read(f"{FOLDER}/{NAME}")).checkpoints
-        return {entry.step: _metrics_of(entry) for entry in entries.values() if entry.step is not None}
-    return {}
 
 
 def _metrics_of(entry: CheckpointEntry | None) -> dict[str, float | None]:

@@ -119,7 +119,7 @@ class RunView:
 
         From the end of an epoch until the next record of the training, metrics of the training are means over it.
         """
-        return dict(self._run.metrics)
+        return dict(self._run.state.metrics)
 
     @property
     def device(self) -> torch.device:
@@ -373,21 +373,26 @@ class Unfreeze(Callback):
 
     def __init__(self, after_epochs: int, parameters: str | Sequence[str] = "*", lr: float | None = None) -> None:
         self.after_epochs, self.parameters, self.lr = after_epochs, listed(parameters), lr
-        self.done = False
+        self.due = self.done = False
 
-    def on_validation(self, run: RunView) -> None:
-        """Unfreeze them after the epoch."""
-        if not self.done and run.epoch >= self.after_epochs and run.step < run.total_steps:
+    def on_start(self, run: RunView) -> None:
+        """Unfreeze them where the run had ended with the epoch, and goes on."""
+        if self.due and not self.done and run.step < run.total_steps:
             self.done = True
             run.unfreeze(self.parameters, self.lr)
 
+    def on_validation(self, run: RunView) -> None:
+        """Unfreeze them after the epoch."""
+        self.due = run.epoch >= self.after_epochs
+        self.on_start(run)
+
     def state_dict(self) -> dict[str, bool]:
-        """Return whether it is done."""
-        return {"done": self.done}
+        """Return whether it is due and done."""
+        return {"due": self.due, "done": self.done}
 
     def load_state_dict(self, state: dict[str, bool]) -> None:
-        """Restore whether it is done."""
-        self.done = state["done"]
+        """Restore whether it is due and done."""
+        self.due, self.done = state.get("due", False), state["done"]
 
 
 class WallClock(Callback):

@@ -22,10 +22,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, ReduceLROnPlateau, StepLR
 
 from ddp_hydra.config import checkpoint_config, objective, project, rank_batch, redact
 from ddp_hydra.config.project import PACKAGES
+from ddp_hydra.config.unknown_keys import OUR_DATA_KEYS
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.storage.run_ref import RunRef
@@ -151,6 +152,8 @@ def restore_task(
 SHOWN = 8
 _PLATEAU = {"factor", "patience", "cooldown", "eps", "mode", "threshold", "threshold_mode", "mode_worse", "min_lrs"}
 """Attributes of ReduceLROnPlateau that are its arguments."""
+_BY_STEP = (StepLR, MultiStepLR, ExponentialLR)
+"""Schedules of torch that multiply the rate after some steps: other arguments apply to the steps to come."""
 
 
 def restore(state: TrainingState, content: Mapping[str, Any], cfg: DictConfig | None = None, data: Any = None) -> str:
@@ -165,6 +168,8 @@ def restore(state: TrainingState, content: Mapping[str, Any], cfg: DictConfig | 
     nodes = [[config.get(part) for part in ("task", "loss")] for config in (before, now)]
     if nodes[0] != nodes[1]:
         content = {**content, "epoch_means": None}  # sums of what another task has counted
+    if _measured_by(before) != _measured_by(now):
+        content = {**content, "metrics": {}}
     if not is_same_task(before, now):
         content = {**content, "task": None}
     may_differ = nodes[0] != nodes[1] or "${" in str(nodes)  # an interpolation may have another value
@@ -196,6 +201,7 @@ def restore(state: TrainingState, content: Mapping[str, Any], cfg: DictConfig | 
         weights.load_copied(ema.model, state.parallel.state())
     if before != now and _objective(before) != _objective(now):
         state.best = None
+        state.metrics = {name: value for name, value in state.metrics.items() if objective.is_of_run(name)}
         for plateau in [one.scheduler for one in settings if isinstance(one.scheduler, ReduceLROnPlateau)]:
             plateau.best, plateau.num_bad_epochs = plateau.mode_worse, 0
         if (early_stopping := state.extras.get("early_stopping")) is not None:
@@ -221,9 +227,9 @@ class OptimizerSettings:
         changed = _changed_keys(before, now, "scheduler", name)
         is_plateau = isinstance(scheduler, ReduceLROnPlateau)
         self.is_torchs = not is_plateau and not isinstance(scheduler, FactorLR)
-        # Arguments that a schedule of torch has made other numbers of can't be put back one by one: it begins anew.
-        derived = isinstance(scheduler, (OneCycleLR, CyclicLR)) or changed - own.keys()
-        self.is_other_schedule = "_target_" in changed or (self.is_torchs and bool(changed) and bool(derived))
+        # Other schedules of torch follow a curve that belongs to all arguments, and may make other numbers of them.
+        is_by_step = type(scheduler) in _BY_STEP and changed <= own.keys()
+        self.is_other_schedule = "_target_" in changed or (self.is_torchs and bool(changed) and not is_by_step)
         self.depends_on_length = optimizers.depends_on_length(new)
         kept = _PLATEAU if is_plateau and not self.is_other_schedule else changed
         self.schedule = {key: own[key] for key in kept & own.keys()}
@@ -335,6 +341,12 @@ def _known_value(node: Any, key: Any) -> Any:
     except OmegaConfBaseException:
         return object()
     return value
+
+
+def _measured_by(config: Mapping[str, Any]) -> list[Any]:
+    # What gives metrics their meaning. The validation set may refer to keys of the user beside it.
+    data = {key: one for key, one in (config.get("data") or {}).items() if key == "val" or key not in OUR_DATA_KEYS}
+    return [data, *(config.get(part) for part in ("task", "loss", "metrics"))]
 
 
 def _objective(config: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -48,7 +48,7 @@ def train(
     files: Mapping[str, str] | None = None,
     kept: Mapping[str, Any] | None = None,
     first_ranks: int | None = None,
-    first_save: Mapping[int, Mapping[str, float]] | None = None,
+    first_save: bool = False,
 ) -> dict[str, Any]:
     """Train one job's model.
 
@@ -57,8 +57,7 @@ def train(
         config: the resolved config as plain dicts; see `schema.Config`.
         files: files of the client on rank 0's host: "resume", the checkpoint to resume; "weights", to begin with.
         kept, first_ranks: see `TrainingRun`.
-        first_save: step -> metrics of the run that is resumed, for a run directory without a checkpoint: where no step
-            is left, one is saved. None: the run directory has one.
+        first_save: where no step is left, a checkpoint is saved: the run directory has none.
     """
     cfg = config_of({name: part for name, part in config.items() if name not in OF_THE_CLIENT})
     fault, stop_signal = fault_injection.activate(cfg.faults), StopSignal(cfg.trainer.time_limit_s)
@@ -103,7 +102,7 @@ def furthest(world: World, former: TrainingRun | None) -> dict[str, Any]:
     return found
 
 
-def fit(run: TrainingRun, first_save: Mapping[int, Mapping[str, float]] | None = None) -> None:
+def fit(run: TrainingRun, first_save: bool = False) -> None:
     # A run that should stop early is saved first.
     if results.is_first_attempt():  # a later one waits for space where a save lacks it
         run.checkpoints.check_space(run.header.checkpoint_bytes)
@@ -166,8 +165,7 @@ def fit(run: TrainingRun, first_save: Mapping[int, Mapping[str, float]] | None =
         if (run.epoch_is_over or owes_epoch) and not run.ends_early:
             means = run.end_epoch()
             validate_and_decide(run, run.cadence.after_epoch(run.position.step, run.position.epoch), means)
-    if first_save is not None and not run.checkpoints.number:
-        run.metrics = run.metrics or dict(first_save.get(run.position.step, {}))
+    if first_save and not run.checkpoints.number:
         run.save_validated(may_be_best=False)
     run.checkpoints.wait()  # what a callback does wrong at the end loses nothing
     run.call("end")
@@ -222,9 +220,9 @@ def validate_and_decide(run: TrainingRun, due: Actions, means: Mapping[str, floa
     validated |= run.validation is None
     counts = validated and has_new and (bool(means) or objective.is_of_validation(metric))
     if counts:
-        run.schedule_progress.judge(run.state.scheduler, run.metrics.get(metric))
-    is_unknown = counts and objective.is_unknown(metric, run.metrics)
-    ends_early = counts and run.early_stopping.update(run.metrics)
+        run.schedule_progress.judge(run.state.scheduler, run.state.metrics.get(metric))
+    is_unknown = counts and objective.is_unknown(metric, run.state.metrics)
+    ends_early = counts and run.early_stopping.update(run.state.metrics)
     run.state.validation_due = bool(run.stop) or is_unknown  # a resume with another objective validates first
     may_be_best = counts and not run.stop
     run.state.validations += validated and not is_unknown
@@ -236,7 +234,7 @@ def validate_and_decide(run: TrainingRun, due: Actions, means: Mapping[str, floa
     if is_unknown:
         run.checkpoints.wait()
         run.consensus.decide()  # no rank ends before the run is saved
-        raise objective.unknown(metric, run.metrics)
+        raise objective.unknown(metric, run.state.metrics)
 
 
 def validate(run: TrainingRun, means: Mapping[str, float]) -> bool:
@@ -261,7 +259,7 @@ def summarise(run: TrainingRun) -> dict[str, Any]:
     return {
         "steps": run.position.step,
         "samples": run.position.samples,
-        "metrics": run.metrics,
+        "metrics": run.state.metrics,
         **run.monitor.totals(run.position.samples),
         "peak_memory": max(run.world.gather_objects(memory.peak_bytes(run.loader.device))),
         "interrupted": heartbeat.REASONS[run.stop],

@@ -56,7 +56,6 @@ class TrainingRun:
 
     Attributes:
         frozen_norms: layers that stay in evaluation mode.
-        metrics: see `RunView.metrics`.
         stop: the reason to stop early and be resumed, a number of `heartbeat.REASONS`; 0 for none.
         held: metrics of the step that wait for its validation.
         logged: on rank 0, the last value of each metric that callbacks have logged since the newest validation.
@@ -125,6 +124,7 @@ class TrainingRun:
         changed = load_run.restore(self.state, before, cfg, train_set) if before else ""
         if before:
             progress.move(self.state.scheduler)
+        self._go_on_from(self.state.metrics)
         heartbeat.here().commit(self.position.step)
 
         self.total_steps = self.position.step + setup.steps_left(cfg.trainer, self.sampler, self.position)
@@ -150,7 +150,6 @@ class TrainingRun:
             setup.operations(self, passes),
         )
         self.log_clock = LogClock(cfg.trainer.log_every_s if self.rank == 0 else None, cfg.trainer.log_growth)
-        self.metrics: dict[str, float] = {}
         self.stop, self.logged_at = 0, self.position.step
         self.held: dict[str, float] = {}
         self.logged: dict[str, float] = {}
@@ -233,8 +232,8 @@ class TrainingRun:
             self.is_done = self.ended_by_callback = True
         metric, logged = self.cfg.objective.metric, self.logged
         if not objective.is_of_run(metric):
-            self.metrics.pop(metric, None)
-            self.metrics |= self.world.send(lambda: {metric: logged[metric]} if metric in logged else {})
+            self.state.metrics.pop(metric, None)
+            self.state.metrics |= self.world.send(lambda: {metric: logged[metric]} if metric in logged else {})
 
     def call(self, event: str) -> None:
         self.callbacks.call(event, RunView(self))
@@ -242,7 +241,9 @@ class TrainingRun:
     def unfreeze(self, patterns: str | Sequence[str], lr: float | None) -> None:
         # A collective.
         stage = {"patterns": listed(patterns), "lr": lr, "by_function": True}
+        of_step = self._of_step()
         self.updates = self.builder.unfrozen(self.updates, stage)
+        self._go_on_from(of_step)
         self.monitor.watch(self.updates.values())
         self.frozen_norms = parameter_groups.frozen_norms(self.model, self.cfg.trainer.freeze)
         self.state.unfrozen.append(stage)
@@ -331,6 +332,7 @@ class TrainingRun:
         self.ended_by_callback, self.cadence = False, replace(self.cadence, total_steps=self.total_steps)
         if self.stop_signal.asked_after > self.position.step:  # the callback will ask again
             self.stop_signal.asked = 0
+        self._go_on_from(self.state.metrics)
         self.logged_at = self.position.step
         self.monitor.meter.clear()  # the steps since the last logged point are taken again
         self.monitor.throughput.interval(self.position.samples)
@@ -356,7 +358,7 @@ class TrainingRun:
                 self.cadence = replace(self.cadence, total_steps=self.position.step)
         is_new = self.position.offset == 0 or not means.last
         found = means.last or means.so_far()
-        self.metrics |= named("train", found)
+        self.state.metrics |= named("train", found)
         return named("train_epoch", found) if is_new else {}
 
     def synchronise(self) -> None:
@@ -376,16 +378,22 @@ class TrainingRun:
         heartbeat.at("log", self.position.step)
         self.logged_at = self.position.step
         self.log_clock.restart()
-        of_step = {name: value for update in self.updates.values() for name, value in update.metrics().items()}
-        metrics = self.monitor.interval(self.position.samples, of_step)
+        metrics = self.monitor.interval(self.position.samples, self._of_step())
         if hold:
             self.held = metrics
-            self.metrics |= metrics
+            self.state.metrics |= metrics
         else:
             self.log(metrics)
 
+    def _of_step(self) -> dict[str, float]:
+        return {name: value for update in self.updates.values() for name, value in update.metrics().items()}
+
+    def _go_on_from(self, of_step: Mapping[str, float]) -> None:
+        for update in self.updates.values():
+            update.go_on_from(of_step)
+
     def log(self, metrics: Mapping[str, float]) -> None:
-        self.metrics |= metrics
+        self.state.metrics |= metrics
         self.names.add(metrics)
         if self.validation is not None:  # it has most names of the training, but is still to come
             self.names.add(f"val/{name.removeprefix('train/')}" for name in metrics if name.startswith("train/"))
@@ -418,7 +426,7 @@ class TrainingRun:
 
     def save_validated(self, may_be_best: bool, only_best: bool = False) -> None:
         metric, direction = self.cfg.objective.metric, self.cfg.objective.direction
-        is_best = may_be_best and self.state.improves_best(self.metrics.get(metric), direction)
+        is_best = may_be_best and self.state.improves_best(self.state.metrics.get(metric), direction)
         if is_best or not only_best:
             heartbeat.at("save", self.position.step)
             self._save(is_best)
@@ -427,7 +435,7 @@ class TrainingRun:
         # A collective.
         self.call("checkpoint")
         self.tell_unsaved()
-        self.checkpoints.save(self.state, self.metrics, best)
+        self.checkpoints.save(self.state, self.state.metrics, best)
         self.nonfinite.remember()
 
     def tell_unsaved(self) -> None:

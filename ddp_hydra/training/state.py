@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_hydra.config.objective import is_of_machine
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank.world import World
 from ddp_hydra.training import plain_state, sharded_checkpoint
@@ -69,6 +70,7 @@ class TrainingState:
         ranks: number of ranks.
         unfrozen: parameters that are trained though they were frozen when the run began; see `setup.Stage`.
         nonfinite: the steps whose loss or gradient was not finite.
+        metrics: the last value of each metric. Those of the machine are not saved: equal runs have equal checkpoints.
     """
 
     parallel: Parallel
@@ -85,6 +87,7 @@ class TrainingState:
     ranks: int = 1
     unfrozen: list[dict[str, Any]] = field(default_factory=list)
     nonfinite: list[int] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.checked = -1
@@ -159,6 +162,7 @@ class TrainingState:
             "best": self.best,
             "validations": self.validations,
             "validation_due": self.validation_due,
+            "metrics": {name: value for name, value in self.metrics.items() if not is_of_machine(name)},
             **({"unfrozen": self.unfrozen} if self.unfrozen else {}),
             **({"nonfinite": list(self.nonfinite)} if self.nonfinite else {}),
             **({"base": base} if (base := weights.base_of(self.model)) else {}),
@@ -213,6 +217,8 @@ class TrainingState:
         self.best, self.validations = content["best"], content["validations"]
         self.validation_due, self.unfrozen = content["validation_due"], content.get("unfrozen") or []
         self.nonfinite = content.get("nonfinite") or []
+        of_machine = {name: value for name, value in self.metrics.items() if is_of_machine(name)}
+        self.metrics = of_machine | content.get("metrics", {})
 
     def improves_best(self, value: float | None, direction: str) -> bool:
         sign = 1 if direction == "maximize" else -1

@@ -69,7 +69,7 @@ class Update:
         self.gradients: GradientNorms | None = None
         self.is_unscaled = False
         self.lr: float | None = None
-        self.grad_norm: Tensor | None = None
+        self.grad_norm: Tensor | float | None = None
         # The schedule moves on when a step is skipped. If that is the first step, torch would warn of a mistake.
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
@@ -160,6 +160,12 @@ class Update:
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.part.after_step()
+
+    def go_on_from(self, metrics: Mapping[str, float]) -> None:
+        # Of its last step: not every step of the run may be one of this update.
+        prefix = f"{self.name}/" if self.name else ""
+        self.lr = metrics.get(f"{prefix}lr")
+        self.grad_norm = None if self.clip_norm is None else metrics.get(f"{prefix}grad_norm")
 
     def metrics(self) -> dict[str, float]:
         prefix = f"{self.name}/" if self.name else ""

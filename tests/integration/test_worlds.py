@@ -66,7 +66,7 @@ def member(world: World, parts: Any, faults: list[str]) -> tuple[Any, ...]:
     environment = [int(os.environ[name]) for name in names]
     weights = {name: value.tolist() for name, value in run.model.state_dict().items()}
     done = heartbeat.here().steps_done
-    return os.getpid(), environment, began, done, weights, run.metrics["train/loss"]
+    return os.getpid(), environment, began, done, weights, run.state.metrics["train/loss"]
 
 
 @in_world
@@ -143,6 +143,6 @@ def alone(tmp_path):
     fault_injection.install(0, 0, {})
     run = built(World(), {}, [])
     fit(run)
-    yield run.model.state_dict(), run.metrics["train/loss"]
+    yield run.model.state_dict(), run.state.metrics["train/loss"]
     results.connect(None)
     heartbeat.connect(None)

@@ -153,6 +153,14 @@ def test_a_key_that_nothing_reads_is_warned_of(new, others, said, caplog):
     assert caplog.messages == said
 
 
+@pytest.mark.parametrize("key", ["callbacks.mine", "metrics.mine"])
+def test_a_node_of_a_run_that_its_resume_leaves_out_is_not_warned_of(key, caplog):
+    words = [f"+{key}={{_target_: models.mine.Mine}}", f"{key}=null"]
+    with caplog.at_level(logging.WARNING):
+        unknown_keys.check_typed(changed({key: None}), hydra_part(words, {}), None)
+    assert caplog.messages == []
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("word", "said"),

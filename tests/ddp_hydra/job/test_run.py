@@ -90,10 +90,10 @@ def test_the_first_attempt_runs_the_job_as_it_was_composed(tmp_path):
     file = tmp_path / "elsewhere.pt"
     made = make(tmp_path, files={"resume": file})
     call = made.call(0, 4)
-    assert (call.fn, call.files, call.kwargs) == (TRAIN, {"resume": file}, {"kept": None, "first_save": {}})
-    assert make(tmp_path).call(0, 4).kwargs["first_save"] is None
+    assert (call.fn, call.files, call.kwargs) == (TRAIN, {"resume": file}, {"kept": None, "first_save": True})
+    assert make(tmp_path).call(0, 4).kwargs["first_save"] is False
     checkpoint(tmp_path, 10)
-    assert make(tmp_path, files={"resume": file}).call(0, 4).kwargs["first_save"] is None
+    assert make(tmp_path, files={"resume": file}).call(0, 4).kwargs["first_save"] is False
     assert call.args == (made.config,)
     assert made.first_world_size == 4
 
@@ -106,7 +106,7 @@ def test_a_later_attempt_goes_on_from_the_newest_checkpoint_with_the_same_global
     assert call.files["resume"].is_absolute()
     assert call.files["resume"].read_bytes() == zipped(b"content 20")
     assert call.kwargs["first_ranks"] == 4
-    assert call.kwargs["first_save"] is None
+    assert call.kwargs["first_save"] is False
     assert json.dumps(made.call(0, 4).args) == before
 
 

@@ -45,7 +45,7 @@ def train(group, tmp_path):
         data=Numbers,
         into=None,
         whole=None,
-        first_save=None,
+        first_save=False,
         **trainer: Any,
     ) -> Run:
         nonlocal runs

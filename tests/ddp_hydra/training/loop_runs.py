@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
+from ddp_hydra.config import objective
 from ddp_hydra.config.schema import TrainerConfig
 from ddp_hydra.record import Record
 from ddp_hydra.training.checkpoint import read
@@ -91,6 +93,11 @@ class Run:
 
 def same(one: Path, other: Path) -> bool:
     return flat(read(one)) == flat(read(other))
+
+
+def repeated(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that an equal run repeats."""
+    return {name: value for name, value in metrics.items() if not objective.is_of_machine(name)}
 
 
 def flat(value: Any) -> Any:

@@ -24,7 +24,7 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import callbacks
 from ddp_hydra.training.callbacks import Callback, Callbacks, Unfreeze, WallClock
 from ddp_hydra.training.checkpoint import read
-from tests.ddp_hydra.training.loop_runs import BY_LOSS, STEPS, Run, check_resume, flat, same
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, FALLING, STEPS, Run, check_resume, flat, repeated, same
 
 HERE = "tests.ddp_hydra.training.test_callbacks"
 
@@ -351,10 +351,96 @@ def test_the_objective_may_be_what_a_callback_logs_at_each_validation(train):
     assert read(amid.last)["best"] == 1
 
 
+class Reader(Callback):
+    """Notes the metrics that it meets."""
+
+    met: dict[tuple[str, int], dict[str, float]]
+
+    def note(self, event: str, run: Any) -> None:
+        Reader.met[event, run.step] = repeated(run.metrics)
+
+    def on_start(self, run: Any) -> None:
+        self.note("start", run)
+
+    def on_step(self, run: Any) -> None:
+        self.note("step", run)
+
+    def on_validation(self, run: Any) -> None:
+        self.note("validation", run)
+
+    def on_checkpoint(self, run: Any) -> None:
+        self.note("checkpoint", run)
+
+    def on_end(self, run: Any) -> None:
+        self.note("end", run)
+
+
+@pytest.fixture
+def met(monkeypatch) -> dict[tuple[str, int], dict[str, float]]:
+    monkeypatch.setattr(Reader, "met", {}, raising=False)
+    return Reader.met
+
+
+READ = {
+    **with_callbacks(score=(f"{HERE}.Scores", {}), reader=(f"{HERE}.Reader", {})),
+    "objective": BY_SCORE,
+}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("stop_at", [("update", 1), ("validate", 4), ("update", 6), ("validate", 6), ("update", 8)])
+def test_a_resumed_run_goes_on_with_the_metrics_of_the_one_before(train, met, stop_at):
+    options = {"parts": READ, "log_every_steps": 1, "validate_every_steps": 3, "clip_norm": 1.0}
+    train(**options)
+    never = dict(met)
+    stopped = train(stop_at=stop_at, **options)
+    met.clear()
+    train(resume=stopped.last, **options)
+    begun = met.pop(("start", stopped.value["steps"]))
+    assert begun == repeated(stopped.saved[-1].data.checkpoint.metrics)
+    assert met
+    assert repr({moment: never[moment] for moment in met}) == repr(met)  # with NaN
+
+
+@pytest.mark.parametrize("node", ["task", "loss", "metrics", "data"])
+def test_metrics_whose_meaning_may_have_changed_are_unknown_after_a_resume(train, met, node):
+    first = train(parts=READ)
+    more = {
+        "task": {"metric": "loss"},
+        "loss": {"label_smoothing": 0.1},
+        "metrics": {"top": None},
+        "data": {"val": {"size": 5}},
+    }
+    train(resume=first.last, parts={**READ, "data": {"batch_size": 4, "workers": 0}})
+    assert met["end", 8]["val/loss"] == first.value["metrics"]["val/loss"]
+    train(resume=first.last, parts={**READ, node: more[node]})
+    assert met["end", 8] == {}
+
+
+def test_another_objective_leaves_the_metric_of_a_callback_that_was_one_before(train, met):
+    train(resume=train(parts=READ).last, parts={**READ, "objective": {"metric": "val/loss", "direction": "minimize"}})
+    assert "val/loss" in met["end", 8]
+    assert "my/score" not in met["end", 8]
+
+
+def test_a_rollback_goes_back_to_the_metrics_of_its_checkpoint(train, met):
+    train(parts=READ, log_every_steps=1, epochs=1, fault=["nan,step=3"], on_nonfinite="rollback")
+    assert met["step", 1] == {}  # of the second time: a step is logged after it
+    assert "lr" in met["step", 2]
+
+
+def test_a_checkpoint_without_metrics_is_read(train, met, tmp_path):
+    first = train(parts=READ)
+    content = {name: value for name, value in read(first.last).items() if name != "metrics"}
+    torch.save(content, tmp_path / "before.pt")
+    assert train(resume=tmp_path / "before.pt", parts=READ, epochs=3).value["steps"] == 3 * STEPS
+    assert met["start", 8] == {}
+
+
 class Apart(Task):
     """Trains the layers of a model apart."""
 
-    def updates(self, step: int) -> tuple[str, str]:
+    def updates(self, step: int) -> tuple[str, ...]:
         return ("0", "1")
 
     def step(self, model: Any, batch: Any, update: str = "") -> torch.Tensor:
@@ -370,6 +456,33 @@ def test_a_metric_of_an_update_is_the_runs_own_beside_callbacks(train):
         "objective": {"metric": "1/lr", "direction": "maximize"},
     }
     assert train(whole=whole).bests == [(STEPS, True), (2 * STEPS, False)]
+
+
+class EveryThird(Apart):
+    """Trains the second layer in every third step only."""
+
+    def updates(self, step: int) -> tuple[str, ...]:
+        return ("0", "1") if step % 3 == 1 else ("0",)
+
+
+@pytest.mark.parametrize("fault", [[], ["nan,step=6"], ["nan,step=7"]])
+def test_an_update_has_the_rate_of_its_last_step_also_after_a_resume_and_a_rollback(train, fault):
+    given = {
+        "model": {"_target_": f"{HERE}.two_layers"},
+        "parallel": {"_target_": "ddp_hydra.training.parallel.none.Unwrapped"},
+        "task": {"_target_": f"{HERE}.EveryThird"},
+        **FALLING,
+    }
+    options = {"whole": given, "log_every_steps": 1, "clip_norm": 1.0, "checkpoint_every_steps": 5}
+    never = train(**options, fault=fault, on_nonfinite="skip")
+    rolled = train(**options, fault=fault, on_nonfinite="rollback")
+    stopped = train(stop_at=("update", 2), **options)
+    resumed = train(resume=stopped.last, **options, fault=fault, on_nonfinite="skip")
+    for name in ("1/lr", "1/grad_norm"):
+        known = dict(never.metrics(name))
+        assert sorted(known) == list(range(1, 9))
+        assert dict(rolled.metrics(name)) == known
+        assert dict(stopped.metrics(name)) | dict(resumed.metrics(name)) == known
 
 
 def two_layers() -> nn.Sequential:
@@ -541,6 +654,15 @@ def test_what_was_frozen_is_trained_from_some_epoch_on_also_after_a_resume(train
     assert same(resumed.last, whole.last)
 
 
+@pytest.mark.medium
+def test_a_run_that_is_made_longer_unfreezes_as_one_that_was_so_from_the_beginning(train, net):
+    given = {"parts": unfrozen(), "freeze": ["*", "!2.*"]}
+    given["parts"]["scheduler"] = {"_target_": "ddp_hydra.training.lr_schedules.constant"}
+    first, never = train(epochs=2, **given), train(epochs=4, **given)
+    assert "unfrozen" not in read(first.last)
+    assert same(train(epochs=4, resume=first.last, **given).last, never.last)
+
+
 class Thaw(Callback):
     """Unfreezes after some step, of which no checkpoint follows."""
 
@@ -616,7 +738,7 @@ def test_what_can_not_be_unfrozen_is_said(train, net):
 def test_a_frozen_part_stays_so_at_the_end_of_the_run():
     callback = Unfreeze(1)
     callback.on_validation(type("run", (), {"epoch": 1, "step": 8, "total_steps": 8})())
-    assert callback.state_dict() == {"done": False}
+    assert callback.state_dict() == {"due": True, "done": False}
 
 
 @pytest.fixture

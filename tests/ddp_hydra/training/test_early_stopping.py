@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_hydra.training.cadence import EarlyStopping
-from tests.ddp_hydra.training.loop_runs import BY_LOSS, STEPS, same
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, STEPS, repeated, same
 
 NAN = float("nan")
 
@@ -53,13 +53,13 @@ def test_a_run_whose_validation_gets_no_better_ends_early_and_stays_ended(train)
 def test_a_run_that_is_over_when_it_is_resumed_elsewhere_leaves_a_checkpoint_there(train):
     options = {"early_stopping_patience": 1, "early_stopping_min_delta": 5.0, "epochs": 9}
     run = train(**options)
-    measured = run.saved[-1].data.checkpoint.metrics
-    copy = train(resume=run.last, first_save={run.steps_saved[-1]: measured}, **options)
+    measured = repeated(run.saved[-1].data.checkpoint.metrics)
+    copy = train(resume=run.last, first_save=True, **options)
     assert copy.steps_saved == run.steps_saved[-1:]
     assert copy.saved[0].data.checkpoint.metrics == measured == copy.value["metrics"]
     assert same(run.last, copy.last)
     assert train(resume=copy.last, epochs=3).steps_saved[-1] == 3 * STEPS
-    assert train(resume=run.last, first_save={}, epochs=3).steps_saved == [3 * STEPS]
+    assert train(resume=run.last, first_save=True, epochs=3).steps_saved == [3 * STEPS]
 
 
 def test_only_what_was_validated_counts(train):

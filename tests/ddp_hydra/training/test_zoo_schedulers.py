@@ -269,6 +269,64 @@ def test_a_run_that_is_resumed_with_another_rate_has_the_rates_of_a_fresh_one(wr
     assert groups[0] == groups[1]
 
 
+class Own(lr_scheduler.LRScheduler):
+    """A user's schedule, which makes another number of its argument."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, total: int) -> None:
+        self.total, self.falling = total, total - 1
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        done = min(self.last_epoch, self.total)
+        return [rate * (1 - max(0, done - 1) / self.falling) for rate in self.base_lrs]
+
+
+OTHER_ARGUMENTS = {
+    "ConstantLR": {"total_iters": 7},
+    "CosineAnnealingLR": {"T_max": 8},
+    "CosineAnnealingWarmRestarts": {"T_0": 3},
+    "CyclicLR": {"max_lr": 0.4},
+    "LinearLR": {"total_iters": 8},
+    "OneCycleLR": {"max_lr": 0.2},
+    "PolynomialLR": {"total_iters": 8},
+}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *((node(name, **SIMPLE[name]), node(name, **SIMPLE[name] | other)) for name, other in OTHER_ARGUMENTS.items()),
+        ({"_target_": f"{__name__}.Own", "total": 4}, {"_target_": f"{__name__}.Own", "total": 8}),
+        (TABLE["SequentialLR"][0], {**TABLE["SequentialLR"][0], "milestones": [2]}),
+        (
+            node("ChainedScheduler", schedulers=[LINEAR, node("StepLR", step_size=2)]),
+            node("ChainedScheduler", schedulers=[{**LINEAR, "total_iters": 3}, node("StepLR", step_size=2)]),
+        ),
+    ],
+    ids=[*OTHER_ARGUMENTS, "a user's", "SequentialLR", "ChainedScheduler"],
+)
+def test_a_schedule_of_torch_with_another_argument_is_that_of_a_fresh_run_after_a_resume(before, after, train):
+    whole = {"model": NET, "optimizer": SGD}
+    first = train(whole={**whole, "scheduler": before}, stop_at=("forward", 5), **STEPS)
+    parts = {**whole, "scheduler": after}
+    fresh, again = train(whole=parts, **STEPS), train(whole=parts, resume=first.last, **STEPS)
+    assert again.metrics("lr") == fresh.metrics("lr")[first.value["steps"] :]
+    assert first.metrics("lr") != fresh.metrics("lr")[: first.value["steps"]]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["CosineAnnealingLR", "PolynomialLR"])
+def test_a_schedule_whose_argument_reads_the_length_is_that_of_the_longer_run(name, train):
+    argument = {"CosineAnnealingLR": "T_max", "PolynomialLR": "total_iters"}[name]
+    whole = {"model": NET, "optimizer": SGD, "scheduler": node(name, **{argument: "${trainer.max_steps}"})}
+    given = {"whole": whole, "epochs": None, **STEPS}
+    first = train(max_steps=6, **given)
+    fresh, longer = train(max_steps=12, **given), train(max_steps=12, resume=first.last, **given)
+    assert longer.metrics("lr") == fresh.metrics("lr")[6:]
+    assert longer.metrics("lr")[0][1] > 0.04
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])
 @pytest.mark.parametrize(
@@ -327,6 +385,23 @@ def test_a_rate_that_is_a_tensor_of_an_integer_falls_as_a_number_does(train):
     wanted, found = ([rate for _, rate in run.metrics("lr")] for run in runs)
     assert found == pytest.approx(wanted)
     assert 0 < found[-1] < 1
+
+
+@pytest.mark.medium
+def test_schedules_of_several_updates_with_other_arguments_are_those_of_a_fresh_run(train):
+    whole = {
+        "model": NET,
+        "optimizer": SGD,
+        "parallel": {"_target_": "ddp_hydra.training.parallel.none.Unwrapped"},
+        "task": {"_target_": f"{__name__}.Apart"},
+        "objective": {"metric": "train/one/loss", "direction": "minimize"},
+    }
+    fall, rise = node("PolynomialLR", total_iters=4), node("LinearLR", total_iters=6)
+    first = train(whole={**whole, "scheduler": {"one": fall, "two": rise}}, val=0, stop_at=("forward", 5), **STEPS)
+    other = {**whole, "scheduler": {"one": {**fall, "total_iters": 8}, "two": rise}}
+    fresh, again = train(whole=other, val=0, **STEPS), train(whole=other, val=0, resume=first.last, **STEPS)
+    for name in ("one/lr", "two/lr"):
+        assert again.metrics(name) == fresh.metrics(name)[first.value["steps"] :]
 
 
 class Apart(Task):
