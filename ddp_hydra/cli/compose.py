@@ -31,7 +31,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -336,7 +336,9 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     kept, arguments = joined(saved, arguments, given | set(map(full_key_of, reset)))
     _refuse_hidden(kept, f"resume={resumed}: the run", arguments)
     folder = _folder_of(hydra_cfg)
-    kept = [_with_whole_paths(word, folder) for word in kept] if folder not in ("", str(Path.cwd())) else kept
+    if folder not in ("", str(Path.cwd())):
+        config = OmegaConf.create(saved_config(resumed) or {})
+        kept = [_with_whole_paths(word, folder, config) for word in kept]
     return with_options_first([*kept, *before, *arguments])
 
 
@@ -543,8 +545,8 @@ def saved_config(run: str) -> dict[str, Any] | None:
     return saved_yaml(run, "config.yaml", dict, follows=True) or None
 
 
-def _with_whole_paths(word: str, folder: str) -> str:
-    # A relative path is one in the folder where the run was typed.
+def _with_whole_paths(word: str, folder: str, saved: DictConfig) -> str:
+    # A relative path is one in the folder where the run was typed. Of a key of one's own, the run's config says so.
     key = full_key_of(word)
     if key != "model.path" and not key.startswith("data."):
         return word
@@ -553,8 +555,12 @@ def _with_whole_paths(word: str, folder: str) -> str:
     given = parse_override(word).value()
     values = given if isinstance(given, list) else [given]
     whole = [job_config.whole_path(key, value, Path(folder)) for value in values]
-    if whole == values:
+    if whole == values or not are_words(values):
         return word
+    if not job_config.is_path(key):
+        kept = OmegaConf.select(saved, key, throw_on_resolution_failure=False)
+        if (list(kept) if isinstance(kept, ListConfig) else [kept]) != whole:
+            return word
     quoted = [text.quoted(value) for value in whole]
     return f"{word.partition('=')[0]}=" + (f"[{','.join(quoted)}]" if isinstance(given, list) else quoted[0])
 

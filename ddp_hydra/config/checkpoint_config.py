@@ -138,18 +138,18 @@ def _read_as_validation(cfg: DictConfig, overrides: Sequence[str]) -> None:
     for key, node in [("data", cfg.data), *of_sets]:
         own: Any = OmegaConf.to_container(node)
         if "train" in own:
-            node.train = _as_validation(own["train"], own.get("val"), f"{key}.train", typed)
+            node.train = _as_validation(cfg, own["train"], own.get("val"), f"{key}.train", typed)
 
 
-def _as_validation(train: Any, val: Any, key: str, typed: set[str]) -> Any:
+def _as_validation(cfg: DictConfig, train: Any, val: Any, key: str, typed: set[str]) -> Any:
     if isinstance(train, list):
         others: Any = dict(enumerate(val)) if isinstance(val, list) else {}
-        return [_as_validation(one, others.get(i), f"{key}.{i}", typed) for i, one in enumerate(train)]
+        return [_as_validation(cfg, one, others.get(i), f"{key}.{i}", typed) for i, one in enumerate(train)]
     if not isinstance(train, dict):
         return train
     is_alike = isinstance(val, dict) and val.get("_target_") == train.get("_target_")
     keys = [name for name in _HOW if not any(f"{word}.".startswith(f"{key}.{name}.") for word in typed)]
-    given = [name for name in keys if train.get(name) not in (None, False, 0)]
+    given = [name for name in keys if name in train and OmegaConf.select(cfg, f"{key}.{name}") not in (None, False, 0)]
     if given and not is_alike:
         raise ConfigError(
             f"split=train: {key}.{given[0]} is for training, and no data.val of this class has another one: give "
@@ -158,7 +158,7 @@ def _as_validation(train: Any, val: Any, key: str, typed: set[str]) -> Any:
     others = val if is_alike else {}
     kept = {name: value for name, value in train.items() if name not in keys or not is_alike}
     for name in [name for name in kept if name in _INSIDE or "_target_" not in train]:
-        kept[name] = _as_validation(kept[name], others.get(name), f"{key}.{name}", typed)
+        kept[name] = _as_validation(cfg, kept[name], others.get(name), f"{key}.{name}", typed)
     return {**kept, **{name: others[name] for name in keys if name in others}}
 
 

@@ -32,7 +32,7 @@ _OF_HYDRA = re.compile(r"(?<!\\)\$\{\s*hydra:\s*(['\"]?)")
 """Matches the begin of an interpolation with Hydra's resolver, up to the name of the key."""
 _KEY_OF_HYDRA = re.compile(r"(?<!\\)\$\{\s*hydra:\s*([\w.]+)\s*\}")
 """Matches a whole one, whose key has no interpolation."""
-_OF_ENV = re.compile(r"(?<!\\)\$\{\s*oc\.env:\s*(\w+)\s*(?:,[^{}]*)?\}")
+_OF_ENV = re.compile(r"(?<!\\)\$\{\s*oc\.env\s*:\s*['\"]?(\w+)['\"]?\s*(?:,[^{}]*)?\}")
 _OF_ENV_SET = re.compile(r"(?<!\\)\$\{\s*hydra:\s*job\.env_set\.(\w+)\s*\}")
 
 

@@ -89,10 +89,11 @@ def is_in_no_other(cfg: DictConfig, key: str, value: str) -> bool:
 
     False, too, for keys that hold dots or are numbers, which can't be selected.
     """
-    parent = re.sub(r"(\.\d+)+$", "", key).rpartition(".")[0]
+    own = re.sub(r"(\.\d+)+$", "", key)
+    parent = own.rpartition(".")[0]
     if OmegaConf.select(cfg, key) != value:
         return False
-    keys = [f"{parent}.{name}" for name in OmegaConf.select(cfg, parent)]
+    keys = [one for name in OmegaConf.select(cfg, parent) if (one := f"{parent}.{name}") != own]
     others = [OmegaConf.select(cfg, one, throw_on_resolution_failure=False) for one in keys]
     folders = [project.typed_in() / expanded(one) for one in others if isinstance(one, str) and one]
     return not any(os.path.lexists(one / value) for one in folders)

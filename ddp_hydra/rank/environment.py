@@ -24,6 +24,7 @@ from pathlib import Path
 
 import ddp_hydra
 from ddp_hydra.errors import ClusterError, ConfigError
+from ddp_hydra.rank.processes import RANK_PID
 from ddp_hydra.rank.spec import JobSpec, RankSpec
 from ddp_hydra.storage.retry import Backoff
 
@@ -169,7 +170,8 @@ NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user")
 
 
 def of_server() -> dict[str, str]:
-    return with_package(ALLOCATOR | without_dasks_limits(os.environ))
+    variables = {name: value for name, value in os.environ.items() if name != RANK_PID}  # of a thread that is a rank
+    return with_package(ALLOCATOR | without_dasks_limits(variables))
 
 
 def with_package(variables: Mapping[str, str]) -> dict[str, str]:

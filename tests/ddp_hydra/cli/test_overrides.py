@@ -154,7 +154,10 @@ def test_relative_paths_of_a_resumed_run_are_in_the_folder_where_it_was_typed(tm
     (run / ".hydra").mkdir(parents=True)
     words = ["data=text", "data.files=[a.jsonl,'b b.jsonl']", "+data.val_files=a.jsonl", "model.path=base"]
     words += ["data.tokenizer=gpt2", "data.name=a.jsonl", f"data.index={here / 'a.jsonl'}", "+data.table=not_there"]
-    words += ["+data.train.csv=a.jsonl", "+data.train.labels=./a.jsonl"]
+    words += ["+data.train.csv=a.jsonl", "+data.train.labels=./a.jsonl", "+data.val.csv=a.jsonl"]
+    words += ["+data.val.parts=[./a.jsonl,3]"]
+    own = {"train": {"csv": f"{there}/a.jsonl", "labels": f"{there}/a.jsonl"}, "val": {"csv": "a.jsonl"}}
+    (run / ".hydra" / "config.yaml").write_text(json.dumps({"data": own}))
     (run / ".hydra" / "overrides.yaml").write_text(json.dumps(words))
     (run / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"cwd": str(there)}}}))
     monkeypatch.chdir(here)
@@ -166,6 +169,7 @@ def test_relative_paths_of_a_resumed_run_are_in_the_folder_where_it_was_typed(tm
         f"model.path={there}/base",
         *("data.tokenizer=gpt2", "data.name=a.jsonl", "+data.table=not_there"),
         *(f"+data.train.csv={there}/a.jsonl", f"+data.train.labels={there}/a.jsonl"),
+        *("+data.val.csv=a.jsonl", "+data.val.parts=[./a.jsonl,3]"),  # the job has left them as they were
         *(f"resume={run}", "data.index=a.jsonl"),
     ]
     assert parse_override(found[1]).value() == [f"{there}/a.jsonl", f"{there}/b b.jsonl"]

@@ -274,6 +274,14 @@ def test_a_transform_of_training_that_nothing_can_take_the_place_of_is_refused_u
     assert split(AUGMENTED | {"transform": None}, val).train.transform is None
 
 
+@pytest.mark.parametrize("val", [None, {"_target_": "another.Set"}])
+def test_a_transform_of_training_that_refers_to_null_is_none(val):
+    train = BARE | {"transform": "${..transform}", "shuffle_buffer": "${..buffer}", "parts": ["${..transform}"]}
+    data = {"transform": None, "buffer": 0, "train": {"_target_": "Subset", "dataset": BARE, **train}, "val": val}
+    found = checkpoint_config.composed({"data": data}, [], split="train").data.train
+    assert (found.transform, found.shuffle_buffer) == (None, 0)
+
+
 def test_a_key_that_the_run_has_not_is_told_in_one_line():
     with pytest.raises(ConfigError, match=r"^loss\.scale: .*no such key; loss has none; .*\+loss\.scale=<value>$"):
         checkpoint_config.changed({"loss": {"_target_": "x"}}, ["loss.scale=5"])

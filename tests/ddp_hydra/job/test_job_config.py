@@ -168,6 +168,15 @@ def test_a_path_that_is_there_below_another_key_of_the_data_set_stays(root, tmp_
     assert list(found_in(tmp_path, {"tables": named}).values()) == ["files/a.csv"] * 2
 
 
+def test_a_folder_that_holds_one_of_its_own_name_is_written_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "data").mkdir(parents=True)
+    given = {"img_dir": "data", "folder": ["data"]}
+    assert found_in(tmp_path, {"a": {"img_dir": "data"}}) == {"a.img_dir": "data is whole"}
+    assert found_in(tmp_path, {"a": {"folder": ["data"]}}) == {"a.folder.0": "data is whole"}
+    assert found_in(tmp_path, given) == {"img_dir": "data is whole", "folder.0": "data"}
+
+
 def test_runs_and_checkpoints_are_found_from_the_folder_that_the_command_was_typed_in(tmp_path, monkeypatch):
     (tmp_path / "job").mkdir()
     (tmp_path / "mine").mkdir()

@@ -276,19 +276,6 @@ def test_only_a_folder_in_which_nobody_but_hydra_has_written_is_removed(tmp_path
     )
 
 
-def test_the_metrics_of_a_resumed_step_are_those_of_its_checkpoint(tmp_path):
-    part = CheckpointPart(name="step.pt", size=1, sha256="")
-    entries = {
-        "step-000004.pt": CheckpointEntry(parts=[part], step=4, metrics={"val/loss": 0.5}),
-        "last.pt": CheckpointEntry(parts=[part], step=8),
-    }
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / NAME).write_bytes(encode_manifest(entries))
-    for given in (tmp_path, tmp_path / FOLDER / "step-000004.pt"):
-        assert run_dir.metrics_by_step(str(given))[4] == {"val/loss": 0.5}
-    assert run_dir.metrics_by_step(str(tmp_path / "none")) == {}
-
-
 def lines(*found: dict[str, Any]) -> str:
     return "".join(json.dumps({"attempt": 0, "epoch": 1, "samples": None, **line}) + "\n" for line in found)
 
