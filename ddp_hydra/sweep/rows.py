@@ -61,7 +61,7 @@ class JobRow:
         value: the return value of the task, if JSON can represent it.
         filled: from its config, the values of keys that only other jobs give.
         labels: what the sweeper says of the job, such as its generation.
-        shared: keys that it gives and that its data refer to: of `data.train`, for its other data, and the user's own.
+        shared: keys that it gives and that its data refer to, or its loss or task; see `JobQueue.shared_keys`.
     """
 
     number: Count
