@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -343,10 +344,16 @@ def _known_value(node: Any, key: Any) -> Any:
     return value
 
 
-def _measured_by(config: Mapping[str, Any]) -> list[Any]:
-    # What gives metrics their meaning. The validation set may refer to keys of the user beside it.
-    data = {key: one for key, one in (config.get("data") or {}).items() if key == "val" or key not in OUR_DATA_KEYS}
-    return [data, *(config.get(part) for part in ("task", "loss", "metrics"))]
+def _measured_by(config: Mapping[str, Any]) -> dict[str, Any]:
+    # What gives metrics their meaning, by its values. The validation set may refer to keys of the user beside it.
+    data = [f"data.{key}" for key in config.get("data") or {} if key == "val" or key not in OUR_DATA_KEYS]
+    raw = OmegaConf.create(_without_reads(dict(config), as_text=True))
+    found: dict[str, Any] = {}
+    for key in (*data, "task", "loss", "metrics"):
+        with suppress(OmegaConfBaseException):  # it is read where it is needed
+            value = OmegaConf.select(raw, key)
+            found[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    return found
 
 
 def _objective(config: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -434,13 +441,15 @@ def _is_read(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
-def _without_reads(value: Any) -> Any:
+def _without_reads(value: Any, as_text: bool = False) -> Any:
     # What was typed for a group has passed `refuse_targets`, not what the checkpoint has there.
     if isinstance(value, dict):
-        return {key: _without_reads(one) for key, one in value.items()}
+        return {key: _without_reads(one, as_text) for key, one in value.items()}
     if isinstance(value, list):
-        return [_without_reads(one) for one in value]
-    return "???" if _is_read(value) else value
+        return [_without_reads(one, as_text) for one in value]
+    if not _is_read(value):
+        return value
+    return value.replace("${", "{") if as_text else "???"
 
 
 def _is_known(target: str) -> bool:

@@ -111,7 +111,7 @@ class UpdateBuilder:
         cfg, loss = self.cfg, trained_loss(self.task)
         fresh = parameter_groups.unfreeze(self.parallel.model, cfg.trainer.freeze, stage["patterns"])
         for name, (part, old) in parts.items():
-            groups, before = list[dict[str, Any]](), len(old.param_groups)
+            groups = list[dict[str, Any]]()
             if stage.get("by_function") and makes_groups(of_update(cfg.optimizer, name, "optimizer")["_target_"]):
                 # The function is called again: it may leave out what is frozen.
                 groups = optimizer(cfg, part, self.global_batch, name, loss, is_first=False).param_groups
@@ -125,6 +125,7 @@ class UpdateBuilder:
             for group in groups:
                 rate = stage["lr"] if stage["lr"] is not None else group.get("lr")
                 if params := [one for one in group["params"] if one in fresh]:
+                    before = len(old.param_groups)
                     old.add_param_group(group | ({} if rate is None else {"lr": own_rate(rate)}) | {"params": params})
                     if len(old.param_groups) == before:  # one that joins several optimizers may have dropped it
                         raise ConfigError(f"{type(old).__name__}.add_param_group adds nothing: it can't unfreeze")

@@ -188,7 +188,7 @@ class TrainingRun:
             batch=batch,
             ranks=self.world.size,
         )
-        self.callbacks = Callbacks(callbacks, self.state, self.world)
+        self.callbacks, self.is_refrozen = Callbacks(callbacks, self.state, self.world), False
         if callbacks:
             extras["callbacks"] = self.callbacks
 
@@ -236,7 +236,11 @@ class TrainingRun:
             self.state.metrics |= self.world.send(lambda: {metric: logged[metric]} if metric in logged else {})
 
     def call(self, event: str) -> None:
+        may_freeze = any(one.changes_training for one in self.callbacks.callbacks.values())
+        parts = [update.part for update in self.updates.values()] if may_freeze else []
+        before = [part.are_trained() for part in parts]
         self.callbacks.call(event, RunView(self))
+        self.is_refrozen |= before != [part.are_trained() for part in parts]
 
     def unfreeze(self, patterns: str | Sequence[str], lr: float | None) -> None:
         # A collective.
@@ -249,9 +253,10 @@ class TrainingRun:
         self.state.unfrozen.append(stage)
 
     def follow_frozen(self) -> None:
-        # A collective, once a callback has changed which parameters are trained.
-        updates = self.updates.values()
-        if any(update.part.is_outdated for update in updates):
+        # A collective, once a callback has changed which parameters are trained. What a task changes inside its steps
+        # is not followed: DDP would lack what a step thaws.
+        updates, is_refrozen, self.is_refrozen = self.updates.values(), self.is_refrozen, False
+        if is_refrozen and any(update.part.is_outdated for update in updates):
             for update in updates:
                 update.part.synchronise()
             for update in updates:

@@ -70,7 +70,7 @@ class TrainingState:
         ranks: number of ranks.
         unfrozen: parameters that are trained though they were frozen when the run began; see `setup.Stage`.
         nonfinite: the steps whose loss or gradient was not finite.
-        metrics: the last value of each metric. Those of the machine are not saved: equal runs have equal checkpoints.
+        metrics: the last value of each metric. Those of the machine, which differ in equal runs, are not saved.
     """
 
     parallel: Parallel

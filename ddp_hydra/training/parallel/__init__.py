@@ -271,7 +271,7 @@ class PartStep:
         self.wrapped: nn.Module = step if wrapped is None else wrapped
         self.names = step.names()
         self.needed = [(name, one) for one, name in self.names.items() if uses_all and one.requires_grad]
-        self.trained_when_built = self._are_trained()
+        self.trained_when_built = self.are_trained()
         self.same_gradients, self.needs_even = True, ""
         self.buffers = SentBuffers(world)
 
@@ -291,9 +291,9 @@ class PartStep:
     @property
     def is_outdated(self) -> bool:
         # It expects gradients of other parameters than are trained now: it has to be built again.
-        return self.world.size > 1 and self._are_trained() != self.trained_when_built
+        return self.world.size > 1 and self.are_trained() != self.trained_when_built
 
-    def _are_trained(self) -> list[bool]:
+    def are_trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.names]
 
     def tensors_sent(self) -> list[Tensor]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -102,6 +104,30 @@ def test_what_a_callback_freezes_and_thaws_trains_alike_on_any_number_of_ranks(o
     alone = read(train(whole=NET, parts=parts, epochs=3).last)["model"]
     assert flat(first) == flat(second)
     torch.testing.assert_close(first, dict(alone))
+
+
+@in_world
+def trained_in_turns(world: World) -> dict[str, torch.Tensor]:
+    cfg = OmegaConf.create({**config(), **NET})
+    cfg.parallel.find_unused_parameters = True
+    run = TrainingRun(cfg, Numbers(16), None, None, FaultInjector(), StopSignal(), world=world)
+    forward, layers, steps = run.model.forward, (run.model.one, run.model.two), count()
+
+    def in_turns(x: torch.Tensor) -> torch.Tensor:
+        step = next(steps)
+        for number, layer in enumerate(layers):
+            layer.requires_grad_(step % 2 == number)
+        return forward(x)
+
+    run.model.forward = in_turns
+    fit(run)
+    return {name: value.detach() for name, value in run.model.state_dict().items()}
+
+
+@pytest.mark.integration
+def test_layers_that_a_step_itself_freezes_and_thaws_are_exchanged(on_two_ranks):
+    first, second = on_two_ranks(trained_in_turns)
+    assert flat(first) == flat(second)
 
 
 def test_an_update_freezes_the_others_only_while_it_lasts_and_thaws_nothing_else():

@@ -417,6 +417,18 @@ def test_metrics_whose_meaning_may_have_changed_are_unknown_after_a_resume(train
     assert met["end", 8] == {}
 
 
+def test_metrics_of_a_validation_set_that_refers_to_another_key_are_unknown_once_its_value_is_another(train, met):
+    parts = {
+        **READ,
+        "data": {"size": "${data.rows}", "rows": 5, "val": {"size": "${data.size}", "at": "${oc.env:HOME}"}},
+    }
+    first = train(parts=parts)
+    train(resume=first.last, parts=parts)
+    assert "val/loss" in met["end", 8]
+    train(resume=first.last, parts={**parts, "data": {**parts["data"], "rows": 6}})
+    assert met["end", 8] == {}
+
+
 def test_another_objective_leaves_the_metric_of_a_callback_that_was_one_before(train, met):
     train(resume=train(parts=READ).last, parts={**READ, "objective": {"metric": "val/loss", "direction": "minimize"}})
     assert "val/loss" in met["end", 8]
