@@ -169,7 +169,7 @@ def restore(state: TrainingState, content: Mapping[str, Any], cfg: DictConfig | 
     nodes = [[config.get(part) for part in ("task", "loss")] for config in (before, now)]
     if nodes[0] != nodes[1]:
         content = {**content, "epoch_means": None}  # sums of what another task has counted
-    if _measured_by(before) != _measured_by(now):
+    if before != now and _measured_by(before) != _measured_by(now):
         content = {**content, "metrics": {}}
     if not is_same_task(before, now):
         content = {**content, "task": None}
