@@ -51,7 +51,8 @@ def main() -> None:
 
 def cluster_of(arguments: list[str]) -> Any:
     """Return the cluster of a command, also on a host that lacks the folder of its configs, or of a run it resumes."""
-    from ddp_hydra.cli.compose import compose, with_joined_values, with_resumed_overrides
+    from ddp_hydra.cli.compose import compose, with_joined_values
+    from ddp_hydra.cli.resumed import with_resumed_overrides
     from ddp_hydra.errors import DdpHydraError
 
     with contextlib.suppress(DdpHydraError, OSError):

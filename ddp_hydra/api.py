@@ -19,8 +19,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.cli import inference
-from ddp_hydra.cli.compose import ONE_RUN, SWEEP, compose, environment_of, read_words
-from ddp_hydra.cli.words import key_of
+from ddp_hydra.cli.compose import compose, read_words
+from ddp_hydra.cli.resumed import environment_of
+from ddp_hydra.cli.words import ONE_RUN, SWEEP, key_of
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.cluster.connection import Scheduler, workers_of
 from ddp_hydra.config import redact, references

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_hydra.cli.compose import OWN_CONFIGS
+from ddp_hydra.cli.resumed import OWN_CONFIGS
 from ddp_hydra.config import project
 from ddp_hydra.console import text
 from ddp_hydra.console.text import printable

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from omegaconf import MISSING
 
 from ddp_hydra.cli.commands import parse
-from ddp_hydra.cli.compose import environment_of, without_variables
+from ddp_hydra.cli.resumed import environment_of, without_variables
 from ddp_hydra.console.text import expanded
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.finetune import models as pretrained

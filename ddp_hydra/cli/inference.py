@@ -17,13 +17,12 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from ddp_hydra.cli.commands import parse
-from ddp_hydra.cli.compose import (
-    compose,
+from ddp_hydra.cli.compose import compose, with_faults
+from ddp_hydra.cli.resumed import (
     environment_of,
     hydra_of,
     saved_config,
     tell_environment,
-    with_faults,
     with_sources,
     without_variables,
 )

@@ -24,7 +24,8 @@ from omegaconf import DictConfig
 
 from ddp_hydra import __version__, forked
 from ddp_hydra.cli import compose
-from ddp_hydra.cli.compose import layered
+from ddp_hydra.cli.compose import layered, read_words
+from ddp_hydra.cli.resumed import OWN_CONFIGS, typed_elsewhere
 from ddp_hydra.config import project, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import MAIN, typed_words
 from ddp_hydra.console import signals, text
@@ -129,7 +130,7 @@ def compose_and_run() -> None:
     signals.leave_at_once()
     signals.leave_at_once(project.make_importable(project.layers()))
     schema.register()
-    sys.argv[1:] = compose.read_words(sys.argv[1:])
+    sys.argv[1:] = read_words(sys.argv[1:])
     given, unknown = get_args_parser().parse_known_args(sys.argv[1:])
     if options := [word for word in unknown if word.startswith("-")]:
         raise ConfigError(unknown_keys.no_option(options[0]))
@@ -174,7 +175,7 @@ def error_message(error: Exception) -> str:
     if isinstance(error, OverrideParseException) and "=" not in str(error.override):
         word = str(error.override)
         if word in COMMANDS:
-            options = f"options of Hydra, as --config-dir, are for a training: {compose.OWN_CONFIGS}"
+            options = f"options of Hydra, as --config-dir, are for a training: {OWN_CONFIGS}"
             return f"{word} is a command, and a command comes first: type ddp-hydra {word} …; {options}"
         near = text.meant(word, COMMANDS) or "."
         return (
@@ -185,7 +186,7 @@ def error_message(error: Exception) -> str:
         advice = "give another with hydra.run.dir=<folder>, or hydra.sweep.dir=<folder> for a sweep"
         reason = ": ".join(filter(None, (error.strerror, error.filename)))  # Hydra's multirun.yaml: without a name
         return f"the run directory can't be made ({reason}): {'free some space there, or ' * is_full(error)}{advice}"
-    return explain(error) + compose.typed_elsewhere(error, sys.argv[1:])
+    return explain(error) + typed_elsewhere(error, sys.argv[1:])
 
 
 def _is_of_run_dir(error: OSError) -> bool:

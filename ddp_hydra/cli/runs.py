@@ -18,7 +18,7 @@ from rich.cells import cell_len
 
 from ddp_hydra.checked import finite_number
 from ddp_hydra.cli.commands import parse_all
-from ddp_hydra.cli.compose import environment_of, saved_config, tell_environment
+from ddp_hydra.cli.resumed import environment_of, saved_config, tell_environment
 from ddp_hydra.config import checkpoint_config, env_values, project
 from ddp_hydra.config.hydra_compat import CONFIG_DIR
 from ddp_hydra.console.text import after, counted, duration, meant, printable, size_text

@@ -9,6 +9,14 @@ from hydra.errors import HydraException
 
 from ddp_hydra.config.hydra_compat import parse_override
 
+MODES = {
+    "-m", "--multirun", "-r", "--run", "hydra.mode", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion",
+}  # fmt: skip
+"""Of these words of a command, Hydra takes one."""
+ONE_RUN = "hydra.mode=RUN"
+SWEEP = "--multirun"
+SWEEPS = {"-m", SWEEP, "hydra.mode=MULTIRUN"}
+
 
 def joined(saved: Sequence[str], typed: Sequence[str], given: Iterable[str] = ()) -> tuple[list[str], list[str]]:
     """Return the saved words that still count, and the typed ones, for Hydra to apply in this order.
@@ -104,3 +112,9 @@ def full_key_of(override: str) -> str:
 
 def key_of(override: str) -> str:
     return full_key_of(override).partition("@")[0]
+
+
+def is_sweep(word: str) -> bool:
+    with contextlib.suppress(HydraException):  # an option is none, and Hydra names an override that it can't read
+        return bool(parse_override(word).is_sweep_override())
+    return False

@@ -333,5 +333,5 @@ def test_a_run_that_is_a_link_to_itself_is_told_in_a_sentence(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     (tmp_path / "loop").symlink_to("loop")
-    assert main.report(partial(main.compose.read_words, ["resume=loop"])) == 1
+    assert main.report(partial(main.read_words, ["resume=loop"])) == 1
     assert capsys.readouterr().err.startswith("ddp_hydra: loop/.hydra/overrides.yaml: Too many levels of")

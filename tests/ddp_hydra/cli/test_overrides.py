@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from ddp_hydra.api import ComposedConfig
-from ddp_hydra.cli import compose as typed
+from ddp_hydra.cli import compose, resumed
 from ddp_hydra.cli.inference import saved_config
 from ddp_hydra.config.hydra_compat import parse_override, typed_sources
 from ddp_hydra.console import text
@@ -41,7 +41,7 @@ def run(tmp_path):
 )
 def test_a_resumed_run_brings_its_overrides_and_those_given_now_win(run, given, kept):
     arguments = [*given, f"resume={run}"]
-    assert typed.with_resumed_overrides(arguments) == kept + arguments
+    assert resumed.with_resumed_overrides(arguments) == kept + arguments
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_resumed_run_brings_its_overrides_and_those_given_now_win(run, given, 
 )
 def test_what_a_run_was_begun_with_by_plus_can_be_removed_and_changed(run, saved, given, found):
     (run / ".hydra" / "overrides.yaml").write_text(json.dumps(saved))
-    assert typed.with_resumed_overrides([*given, f"resume={run}"]) == [*found, f"resume={run}"]
+    assert resumed.with_resumed_overrides([*given, f"resume={run}"]) == [*found, f"resume={run}"]
 
 
 def test_a_key_of_every_job_that_was_typed_with_its_group_is_not_dropped(run):
@@ -91,12 +91,12 @@ def test_a_key_of_every_job_that_was_typed_with_its_group_is_not_dropped(run):
         r"dropped: give trainer\.time_limit_s=<value>$"
     )
     with pytest.raises(ConfigError, match=said):
-        typed.with_resumed_overrides(["~trainer.time_limit_s", f"resume={run}"])
+        resumed.with_resumed_overrides(["~trainer.time_limit_s", f"resume={run}"])
     found = ["trainer={time_limit_s: 5, epochs: 2}", "a=1", "trainer.time_limit_s=null", f"resume={run}"]
-    assert typed.with_resumed_overrides(["trainer.time_limit_s=null", f"resume={run}"]) == found
+    assert resumed.with_resumed_overrides(["trainer.time_limit_s=null", f"resume={run}"]) == found
     saved.write_text(json.dumps(["trainer={epochs: 2}", "trainer.time_limit_s=5"]))
     found = ["trainer={epochs: 2}", f"resume={run}"]
-    assert typed.with_resumed_overrides(["~trainer.time_limit_s", f"resume={run}"]) == found
+    assert resumed.with_resumed_overrides(["~trainer.time_limit_s", f"resume={run}"]) == found
 
 
 def test_a_group_without_an_option_is_told_with_how_its_keys_are_removed():
@@ -128,20 +128,22 @@ def test_a_key_that_is_removed_from_a_sweep_that_goes_on_is_a_word_of_its_own(sw
     saved.write_text(saved.read_text().replace("data=tiny", "+loss.weight=[1,2]"))
     folder = f"hydra.sweep.dir={sweep}"
     whole = ["optimizer.lr=0.1,0.01", "loss.weight=[3,4]"]
-    found = typed.with_resumed_sweep(["-m", *whole, folder])
+    found = resumed.with_resumed_sweep(["-m", *whole, folder])
     assert found == ["-m", whole[0], "+loss.weight=[3,4]", folder], "the jobs are known by their words"
-    assert typed.with_resumed_sweep(["-m", "~loss.weight", folder]) == ["-m", "~loss.weight", folder]
+    assert resumed.with_resumed_sweep(["-m", "~loss.weight", folder]) == ["-m", "~loss.weight", folder]
     assert "typed with optimizer.lr=0.1,0.01, and these jobs are not" in capsys.readouterr().err
 
 
 def test_a_run_that_is_resumed_in_its_own_folder_keeps_the_one_that_it_has_resumed_before(run):
     own = [f"resume={run}/checkpoints/last.pt", f"hydra.run.dir={run}"]
-    found = typed.with_resumed_overrides(own)
+    found = resumed.with_resumed_overrides(own)
     assert found[-3:] == ["resume=elsewhere", *own]
     (run / ".hydra" / "overrides.yaml").write_text(json.dumps(found))
-    assert typed.with_resumed_overrides(own) == found
+    assert resumed.with_resumed_overrides(own) == found
     (run / ".hydra" / "overrides.yaml").write_text(json.dumps(["resume=***", "optimizer.lr=0.1"]))
-    assert typed.with_resumed_overrides(own) == ["optimizer.lr=0.1", *own], "a name that was hidden can't be read again"
+    assert resumed.with_resumed_overrides(own) == ["optimizer.lr=0.1", *own], (
+        "a name that was hidden can't be read again"
+    )
 
 
 def test_relative_paths_of_a_resumed_run_are_in_the_folder_where_it_was_typed(tmp_path, monkeypatch):
@@ -161,7 +163,7 @@ def test_relative_paths_of_a_resumed_run_are_in_the_folder_where_it_was_typed(tm
     (run / ".hydra" / "overrides.yaml").write_text(json.dumps(words))
     (run / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"cwd": str(there)}}}))
     monkeypatch.chdir(here)
-    found = typed.with_resumed_overrides([f"resume={run}", "data.index=a.jsonl"])
+    found = resumed.with_resumed_overrides([f"resume={run}", "data.index=a.jsonl"])
     assert found == [
         "data=text",
         f'data.files=[{there}/a.jsonl,"{there}/b b.jsonl"]',
@@ -174,9 +176,9 @@ def test_relative_paths_of_a_resumed_run_are_in_the_folder_where_it_was_typed(tm
     ]
     assert parse_override(found[1]).value() == [f"{there}/a.jsonl", f"{there}/b b.jsonl"]
     monkeypatch.chdir(there)  # the job finds them
-    assert typed.with_resumed_overrides([f"resume={run}"])[: len(words)] == words
+    assert resumed.with_resumed_overrides([f"resume={run}"])[: len(words)] == words
     (run / ".hydra" / "hydra.yaml").unlink()
-    assert typed.with_resumed_overrides([f"resume={run}"])[: len(words)] == words
+    assert resumed.with_resumed_overrides([f"resume={run}"])[: len(words)] == words
 
 
 def test_a_group_that_is_chosen_for_a_package_is_one_of_its_own(run, tmp_path):
@@ -186,16 +188,16 @@ def test_a_group_that_is_chosen_for_a_package_is_one_of_its_own(run, tmp_path):
     (saved / ".hydra").mkdir(parents=True)
     (saved / ".hydra" / "overrides.yaml").write_text(json.dumps(words))
     (saved / "checkpoints").mkdir()
-    found = typed.read_words([f"resume={saved}", "transform@data.val.transform=eval"])
+    found = compose.read_words([f"resume={saved}", "transform@data.val.transform=eval"])
     assert found[:3] == [words[0], words[1], words[4]]
     assert len(found) == 6
-    assert typed.read_words([f"resume={saved}", "data=digits", "optimizer=adam"])[:1] == [f"resume={saved}"]
+    assert compose.read_words([f"resume={saved}", "data=digits", "optimizer=adam"])[:1] == [f"resume={saved}"]
 
 
 def test_a_checkpoint_is_found_from_its_own_folder(run, monkeypatch):
     monkeypatch.chdir(run / "checkpoints")
-    *words, _, one = typed.read_words([f"resume={run}"])
-    assert typed.read_words(["resume=last.pt"]) == [*words, "resume=last.pt", one]
+    *words, _, one = compose.read_words([f"resume={run}"])
+    assert compose.read_words(["resume=last.pt"]) == [*words, "resume=last.pt", one]
 
 
 @pytest.mark.parametrize(
@@ -205,12 +207,12 @@ def test_what_is_printed_to_type_can_be_pasted(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).mkdir()
     for word in (*shlex.split(text.typed("resume", name)), f"resume={name}"):
-        (found,) = typed.read_words([word])
+        (found,) = compose.read_words([word])
         assert str(OmegaConf.create({"x": parse_override(found).value()}).x) == name
 
 
 def test_the_words_of_a_resumed_run_stand_after_flags(run):
-    found = typed.with_resumed_overrides(["-m", f"resume={run}", "optimizer.lr=0.1,0.2"])
+    found = compose.read_words(["-m", f"resume={run}", "optimizer.lr=0.1,0.2"])
     assert found == ["-m", "experiment=digits", "cluster.n_workers=4", "+model.extra=1", *found[4:]]
     assert len(found) == 6
 
@@ -220,20 +222,20 @@ def test_a_run_whose_results_were_elsewhere_may_go_on_here(run):
     saved.write_text("- results.handler=cluster\n- results.root=s3://bucket/runs\n- detach=true\n- optimizer.lr=0.1\n")
     there = ["results.handler=cluster", "results.root=s3://bucket/runs", "optimizer.lr=0.1"]
     again = [f"resume={run}"]
-    assert typed.with_resumed_overrides(again) == there + again  # it does not detach, unless it is typed
+    assert resumed.with_resumed_overrides(again) == there + again  # it does not detach, unless it is typed
     again.append("detach=true")
-    assert typed.with_resumed_overrides(again) == there + again
+    assert resumed.with_resumed_overrides(again) == there + again
     here = ["results.handler=client", f"resume={run}"]
-    assert typed.with_resumed_overrides(here) == ["optimizer.lr=0.1", *here]
+    assert resumed.with_resumed_overrides(here) == ["optimizer.lr=0.1", *here]
 
 
 def test_a_secret_that_is_kept_nowhere_is_typed_again_to_resume(run):
     saved = run / ".hydra" / "overrides.yaml"
     saved.write_text("- optimizer.lr=0.1\n- +tracker.password=***\n- data.key='${oc.env:KEY}'\n")
     with pytest.raises(ConfigError, match=r"given \+tracker\.password, a secret.*type \+tracker\.password=<value>"):
-        typed.with_resumed_overrides([f"resume={run}"])
+        resumed.with_resumed_overrides([f"resume={run}"])
     again = [f"resume={run}", "+tracker.password=new"]
-    assert typed.with_resumed_overrides(again) == ["optimizer.lr=0.1", "data.key='${oc.env:KEY}'", *again]
+    assert resumed.with_resumed_overrides(again) == ["optimizer.lr=0.1", "data.key='${oc.env:KEY}'", *again]
 
 
 def hydra_part(extra, *overrides):
@@ -266,15 +268,15 @@ def test_a_resumed_run_has_its_main_config_and_its_folders_of_configs(run, tmp_p
     again = [f"resume={run}", "cluster=inline"]
     one = "hydra.mode=RUN"
     kept = ["experiment=digits", "optimizer.lr=0.1", "+model.extra=1"]
-    assert typed.read_words(["-m", *again]) == [name, folder, "-m", *kept, search, *again]
-    assert typed.read_words([*again, "-cn", "config"]) == [folder, "--config-name=config", *kept, search, *again, one]
+    assert compose.read_words(["-m", *again]) == [name, folder, "-m", *kept, search, *again]
+    assert compose.read_words([*again, "-cn", "config"]) == [folder, "--config-name=config", *kept, search, *again, one]
     here = ["--config-dir=here", "hydra.searchpath=[]"]
-    assert typed.read_words([*again, *here]) == [name, here[0], *kept, *again, here[1], one]
+    assert compose.read_words([*again, *here]) == [name, here[0], *kept, *again, here[1], one]
     extra.rmdir()
-    assert typed.read_words(again) == [name, *kept, search, *again, one], "the folder may not be needed"
+    assert compose.read_words(again) == [name, *kept, search, *again, one], "the folder may not be needed"
     said = f"resume={run}: the run was given --config-dir {extra}, which is not there: it goes on without; else type "
     assert said in capsys.readouterr().err
-    assert typed.read_words([*again, *here]) == [name, here[0], *kept, *again, here[1], one]
+    assert compose.read_words([*again, *here]) == [name, here[0], *kept, *again, here[1], one]
 
 
 def test_a_sweep_that_goes_on_has_its_main_config_and_its_folders_of_configs(tmp_path, capsys):
@@ -283,17 +285,17 @@ def test_a_sweep_that_goes_on_has_its_main_config_and_its_folders_of_configs(tmp
     (tmp_path / "multirun.yaml").write_text(json.dumps({"hydra": hydra}))
     name, folder, search = places(extra)
     again, words = ["-m", f"hydra.sweep.dir={tmp_path}"], ["hydra.launcher.max_jobs=2", "seed=1,2", search]
-    assert typed.read_words(again) == [name, folder, "-m", *words, again[1]]
-    assert typed.read_words([*again, "--config-name=config"]) == [
+    assert compose.read_words(again) == [name, folder, "-m", *words, again[1]]
+    assert compose.read_words([*again, "--config-name=config"]) == [
         folder,
         "-m",
         "--config-name=config",
         *words,
         again[1],
     ]
-    assert typed.read_words([*again, "seed=3"]) == [name, folder, "-m", search, "seed=3", again[1]]
+    assert compose.read_words([*again, "seed=3"]) == [name, folder, "-m", search, "seed=3", again[1]]
     extra.rmdir()
-    assert typed.read_words(again) == [name, "-m", *words, again[1]]
+    assert compose.read_words(again) == [name, "-m", *words, again[1]]
     assert f"{tmp_path}: the sweep was given --config-dir {extra}, which is not there" in capsys.readouterr().err
 
 
@@ -307,7 +309,7 @@ def test_from_python_a_resumed_run_has_its_configs_too(tmp_path, monkeypatch):
     started.save()
     assert ComposedConfig(["resume=run"]).cfg.seed == 7
     assert ComposedConfig(["resume=run"], "config").cfg.seed == 0
-    found = typed.compose(["--config-dir=extra", "experiment=small", "hydra.run.dir=other"])
+    found = compose.compose(["--config-dir=extra", "experiment=small", "hydra.run.dir=other"])
     assert typed_sources(OmegaConf.to_container(found.hydra)) == [f"--config-dir={tmp_path}/extra"]
 
 
@@ -319,7 +321,7 @@ def env_of(run, *overrides, **variables):
 def test_a_resumed_run_has_its_variables_and_those_typed_now_win(run, capsys, monkeypatch):
     again, words = f"resume={run}", ["+hydra.job.env_set={A: 4, TOKEN: ***}", "+hydra.job.env_set.B=x"]
     env_of(run, *words, "hydra.run.dir=there", "hydra.mode=RUN")
-    kept = typed.read_words([again])
+    kept = compose.read_words([again])
     assert [word for word in kept if "env_set" in word] == ["+hydra.job.env_set.A=4", words[1]]
     said = f"resume={run}: the run was given hydra.job.env_set.TOKEN, a secret, which is kept nowhere: it goes on"
     assert f"{said} without; else set TOKEN=<value> in front of the command" in capsys.readouterr().err
@@ -330,12 +332,12 @@ def test_a_resumed_run_has_its_variables_and_those_typed_now_win(run, capsys, mo
         ("+hydra.job.env_set.B=5", {"A": "4", "B": "5"}),
         ("~hydra.job.env_set.B", {"A": "4"}),
     ):
-        composed = typed.compose([one for one in typed.read_words([again, word]) if "env_set" in one])
+        composed = compose.compose([one for one in compose.read_words([again, word]) if "env_set" in one])
         assert composed.hydra.job.env_set == env
     capsys.readouterr()
-    typed.read_words([again, "+hydra.job.env_set={TOKEN: x}"])
+    compose.read_words([again, "+hydra.job.env_set={TOKEN: x}"])
     monkeypatch.setenv("TOKEN", "mine")
-    typed.read_words([again])
+    compose.read_words([again])
     assert capsys.readouterr().err == ""
 
 
@@ -365,8 +367,8 @@ def test_a_resume_copies_no_variable_anew(run, capsys, monkeypatch, tmp_path):
     place = f"--config-dir={tmp_path / 'copying'}"
 
     def copied(*more: str) -> dict[str, str]:
-        words = typed.read_words([place, f"resume={run}", *more])
-        return dict(typed.compose([word for word in words if "env_" in word or word == place]).hydra.job.env_set)
+        words = compose.read_words([place, f"resume={run}", *more])
+        return dict(compose.compose([word for word in words if "env_" in word or word == place]).hydra.job.env_set)
 
     monkeypatch.delenv("A", raising=False)
     assert copied() == {"A": "1"}
@@ -380,7 +382,7 @@ def test_a_sweep_that_goes_on_has_its_variables(tmp_path):
     word = "+hydra.job.env_set={A: 4}"
     (tmp_path / "multirun.yaml").write_text(json.dumps({"hydra": hydra_part(tmp_path, word)}))
     for more in ([], ["seed=3"]):
-        words = typed.read_words(["-m", f"hydra.sweep.dir={tmp_path}", *more])
+        words = compose.read_words(["-m", f"hydra.sweep.dir={tmp_path}", *more])
         assert words.count(word) == 1
 
 
@@ -392,7 +394,7 @@ def test_a_variable_of_a_resumed_run_wins_over_the_one_that_the_shell_sets(run, 
     words = ["+hydra.job.env_set={A: 4, B: x, D: 5, AWS_TOKEN: ***}", places, "+hydra.job.env_set={URL: new, E: e}"]
     env_of(run, *words)
     again = [f"resume={run}"]
-    kept = [word for word in typed.read_words(again) if "env_set" in word]
+    kept = [word for word in compose.read_words(again) if "env_set" in word]
     assert kept == [*(f"+hydra.job.env_set.{one}" for one in ("A=4", "B=x", "D=5")), *words[1:]]
     assert capsys.readouterr().err.splitlines() == [
         "ddp_hydra: A=4, as the run had it, and not mine of the shell: type hydra.job.env_set.A=mine for that",
@@ -407,7 +409,7 @@ def test_a_variable_of_a_resumed_run_wins_over_the_one_that_the_shell_sets(run, 
         ('hydra.job.env_set.D="1e3"', {"D": "1e3"}),
         ("~hydra.job.env_set.A", {"A": None}),
     ):
-        found = typed.compose([one for one in typed.read_words([*again, word]) if "env_set" in one])
+        found = compose.compose([one for one in compose.read_words([*again, word]) if "env_set" in one])
         assert {name: found.hydra.job.env_set.get(name) for name in env} == env
         assert not any(f" {name}=" in capsys.readouterr().err for name in env)
 
@@ -416,7 +418,7 @@ def test_a_variable_of_a_sweep_wins_over_the_one_that_the_shell_sets(tmp_path, m
     word = "+hydra.job.env_set={A: 4}"
     (tmp_path / "multirun.yaml").write_text(json.dumps({"hydra": hydra_part(tmp_path, word)}))
     monkeypatch.setenv("A", "5")
-    assert word in typed.read_words(["-m", f"hydra.sweep.dir={tmp_path}"])
+    assert word in compose.read_words(["-m", f"hydra.sweep.dir={tmp_path}"])
     said = "ddp_hydra: A=4, as the sweep had it, and not 5 of the shell: type hydra.job.env_set.A=5 for that\n"
     assert capsys.readouterr().err.startswith(said)
 
@@ -428,7 +430,7 @@ def test_the_variables_of_a_run_are_set_for_what_its_model_does(run, capsys, mon
     (run / ".hydra" / "config.yaml").write_text("seed: 7\n")
     own = {"P": "${oc.env:PLACE}/x", "PLACE": "${oc.env:PLACE}:y", "S": "${seed}", "C": "4"}
     env_of(run, A="4", B="4", **own, TOKEN="***", DB_PASSWORD="***", N="${nowhere}", CUDA_VISIBLE_DEVICES="0")
-    with typed.environment_of(str(run)) as found:
+    with resumed.environment_of(str(run)) as found:
         assert found == {"A": "4", "B": "4", "P": "here/x", "PLACE": "here:y", "S": "7", "C": "4"}
         assert {name: os.environ[name] for name in found} == found
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
@@ -440,22 +442,22 @@ def test_the_variables_of_a_run_are_set_for_what_its_model_does(run, capsys, mon
     assert [line.removeprefix("ddp_hydra: ")[:40] for line in lines[1:]] == [
         *(f"run={run}: the run was given hydra.job.env_set.TOKEN"[:40], f"run={run}: hydra.job.env_set.N"[:40]),
     ]
-    with typed.environment_of(str(run), typed=None):
+    with resumed.environment_of(str(run), typed=None):
         said = f"ddp_hydra: A=4, as {run} had it, and not 3 of the shell"
         assert capsys.readouterr().err.splitlines()[0] == said
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    with typed.environment_of(str(run)) as found:
+    with resumed.environment_of(str(run)) as found:
         assert found["CUDA_VISIBLE_DEVICES"] == "0"
     (lone := run.parent / "lone.pt").touch()
     for other in (lone, run.parent / "none", f"file://{run}/.."):
-        with typed.environment_of(str(other)) as found:
+        with resumed.environment_of(str(other)) as found:
             assert found == {}
-        with typed.environment_of(str(other), typed=["hydra.job.env_set.A=1"]) as found:
+        with resumed.environment_of(str(other), typed=["hydra.job.env_set.A=1"]) as found:
             assert found == {"A": "1"}
     env_of(run, A="4", B="4")
     capsys.readouterr()
-    monkeypatch.setattr(typed.RunRef, "is_own", property(lambda self: False))  # as of a run in a bucket
-    with typed.environment_of(str(run), typed=["hydra.job.env_set.A=1"]) as found:
+    monkeypatch.setattr(resumed.RunRef, "is_own", property(lambda self: False))  # as of a run in a bucket
+    with resumed.environment_of(str(run), typed=["hydra.job.env_set.A=1"]) as found:
         assert found == {"A": "1"}
     said = f"ddp_hydra: run={run} was given hydra.job.env_set.B, which is not set here: give it, or "
     assert capsys.readouterr().err == f"{said}trust=true if you trust it\n"
@@ -474,9 +476,9 @@ def test_typed_variables_win_over_those_of_a_run(run, capsys, monkeypatch, word,
     monkeypatch.setenv("A", "3")
     (run / ".hydra" / "config.yaml").write_text("seed: 7\n")
     env_of(run, A="4", B="4")
-    others, of_variables = typed.without_variables(["seed=1", word])
+    others, of_variables = resumed.without_variables(["seed=1", word])
     assert others == ["seed=1"]
-    with typed.environment_of(str(run), typed=of_variables) as found:
+    with resumed.environment_of(str(run), typed=of_variables) as found:
         assert found == env
         assert os.environ["A"] == env.get("A", "3")
     assert capsys.readouterr().err == ""
@@ -486,15 +488,15 @@ def test_typed_variables_win_over_those_of_a_run(run, capsys, monkeypatch, word,
 def test_words_that_set_no_variable_are_refused(rest):
     word = f"hydra.job.env_set{rest}" if rest else "~hydra.job.env_set"
     with pytest.raises(ConfigError, match=f"^{re.escape(word)} sets no variable: give hydra.job.env_set.<name>="):
-        typed.without_variables([word])
+        resumed.without_variables([word])
 
 
 @pytest.mark.parametrize("rest", [".A=[1,2]", ".A={x: 1}", "={A: [1]}"])
 def test_a_variable_that_is_no_text_is_refused(rest):
     word = f"hydra.job.env_set{rest}"
     with pytest.raises(ConfigError, match=f"^{re.escape(word)}: a variable is a text: put its value in quotes$"):
-        typed.without_variables([word])
-    assert typed.without_variables(['hydra.job.env_set.A="[1,2]"'])[0] == []
+        resumed.without_variables([word])
+    assert resumed.without_variables(['hydra.job.env_set.A="[1,2]"'])[0] == []
 
 
 @pytest.mark.parametrize(
@@ -509,7 +511,7 @@ def test_a_variable_that_is_typed_needs_its_value(run, monkeypatch, name, value,
     monkeypatch.delenv("NO_SUCH", raising=False)
     said = f"^{re.escape(f'hydra.job.env_set.{name}={shown}')}: Environment variable 'NO_SUCH' not found$"
     with pytest.raises(ConfigError, match=said):
-        typed.environment_of(str(run), typed=[f"hydra.job.env_set.{name}={value}"])
+        resumed.environment_of(str(run), typed=[f"hydra.job.env_set.{name}={value}"])
 
 
 @pytest.mark.parametrize("content", ["hydra: [", "- 1", "hydra: {job: {env_set: {A: '${'}}}", None])
@@ -519,7 +521,7 @@ def test_a_run_whose_own_part_of_hydra_cannot_be_read_sets_no_variables(run, cap
         file.mkdir()
     else:
         file.write_text(content)
-    with typed.environment_of(str(run)) as found:
+    with resumed.environment_of(str(run)) as found:
         assert found == {}
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"ddp_hydra: run={run}: its variables (hydra.job.env_set) can't be read, and are not set: ")
@@ -528,7 +530,7 @@ def test_a_run_whose_own_part_of_hydra_cannot_be_read_sets_no_variables(run, cap
 @pytest.mark.parametrize("content", ["hydra: [1]", "hydra: {job: [1]}", "hydra: {job: {env_set: [1]}}", ""])
 def test_a_run_that_has_kept_no_variables_sets_none(run, capsys, content):
     (run / ".hydra" / "hydra.yaml").write_text(content)
-    with typed.environment_of(str(run)) as found:
+    with resumed.environment_of(str(run)) as found:
         assert found == {}
     assert capsys.readouterr().err == ""
 
@@ -547,8 +549,8 @@ def test_a_run_that_has_kept_no_variables_sets_none(run, capsys, content):
     ],
 )
 def test_a_resume_is_one_run_also_where_the_config_makes_sweeps(run, more, is_one):
-    assert ("hydra.mode=RUN" in typed.read_words([f"resume={run}", *more])) == is_one
-    assert "hydra.mode=RUN" not in typed.read_words(["resume=null", "seed=1"])
+    assert ("hydra.mode=RUN" in compose.read_words([f"resume={run}", *more])) == is_one
+    assert "hydra.mode=RUN" not in compose.read_words(["resume=null", "seed=1"])
 
 
 @pytest.mark.parametrize("junk", [[], "x", {"config_sources": ["x", {}], "config_name": 1}])
@@ -572,7 +574,7 @@ def sweep(tmp_path):
 
 @pytest.mark.parametrize("key", ["hydra.sweep.dir", "hydra.launcher.resume"])
 def test_the_folder_of_a_sweep_alone_goes_on_with_it(sweep, key):
-    found = typed.with_resumed_sweep(["-m", f"{key}={sweep}", "hydra.launcher.retry_failed=true"])
+    found = compose.read_words(["-m", f"{key}={sweep}", "hydra.launcher.retry_failed=true"])
     assert found == [
         "-m", "hydra.launcher.max_jobs=2", "data=tiny", "optimizer.lr=0.1,0.01", "hydra.launcher.retry_failed=true",
         f"hydra.sweep.dir={sweep}",
@@ -580,7 +582,7 @@ def test_the_folder_of_a_sweep_alone_goes_on_with_it(sweep, key):
 
 
 def test_the_mode_of_hydra_makes_a_sweep_too(sweep):
-    found = typed.with_resumed_sweep(["hydra.mode=MULTIRUN", f"hydra.sweep.dir={sweep}"])
+    found = resumed.with_resumed_sweep(["hydra.mode=MULTIRUN", f"hydra.sweep.dir={sweep}"])
     assert "data=tiny" in found
 
 
@@ -600,11 +602,11 @@ def test_the_words_of_a_sweep_that_were_cut_off_are_typed_again(sweep, content, 
     (sweep / "sweep.json").touch()
     (sweep / "multirun.yaml").write_text(content)
     with pytest.raises(ConfigError, match=said):
-        typed.with_resumed_sweep(["-m", f"hydra.sweep.dir={sweep}"])
+        resumed.with_resumed_sweep(["-m", f"hydra.sweep.dir={sweep}"])
 
 
 def test_what_is_given_with_the_folder_of_a_sweep_is_the_whole_sweep(sweep, capsys):
-    found = typed.with_resumed_sweep(["-m", "optimizer.lr=1,2", f"hydra.launcher.resume={sweep}"])
+    found = resumed.with_resumed_sweep(["-m", "optimizer.lr=1,2", f"hydra.launcher.resume={sweep}"])
     assert found == ["-m", "optimizer.lr=1,2", f"hydra.sweep.dir={sweep}"]
     assert "the sweep was typed with data=tiny, and these jobs are not: type it again" in capsys.readouterr().err
 
@@ -614,9 +616,9 @@ def test_a_sweep_that_has_kept_no_words_is_not_another_one(tmp_path, more):
     (tmp_path / "sweep.json").touch()
     words = ["-m", f"hydra.sweep.dir={tmp_path}", *more]
     with pytest.raises(ConfigError, match=r"has a sweep, but no multirun\.yaml: type the words of the sweep, too"):
-        typed.with_resumed_sweep(words)
+        resumed.with_resumed_sweep(words)
     for own in ("seed=1,2", "--config-name=search", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "~mix"):
-        assert typed.with_resumed_sweep([*words, own]) == [*words, own]
+        assert resumed.with_resumed_sweep([*words, own]) == [*words, own]
 
 
 @pytest.mark.parametrize(
@@ -628,7 +630,7 @@ def test_a_damaged_file_of_a_run_is_named(tmp_path, name, content):
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- seed=1")
     (tmp_path / ".hydra" / name).write_text(content)
     with pytest.raises(ConfigError, match=rf"{tmp_path}/.hydra/{name} is damaged \("):
-        typed.with_resumed_overrides([f"resume={tmp_path}"])
+        resumed.with_resumed_overrides([f"resume={tmp_path}"])
 
 
 @pytest.mark.parametrize("content", ["a: [", "- x", "\udcff"])
@@ -647,9 +649,9 @@ def test_a_secret_of_a_sweep_is_typed_again_too(sweep):
     saved.write_text(saved.read_text().replace("data=tiny", "cluster.password=***"))
     folder = f"hydra.sweep.dir={sweep}"
     with pytest.raises(ConfigError, match=r"given cluster\.password, .*type cluster\.password=<value> with"):
-        typed.with_resumed_sweep(["-m", folder])
+        resumed.with_resumed_sweep(["-m", folder])
     again = ["-m", "optimizer.lr=0.1,0.01", "cluster.password=new"]
-    assert typed.with_resumed_sweep([*again, folder]) == [*again, f"hydra.sweep.dir={sweep}"]
+    assert resumed.with_resumed_sweep([*again, folder]) == [*again, f"hydra.sweep.dir={sweep}"]
 
 
 @pytest.mark.parametrize(
@@ -665,8 +667,8 @@ def test_a_secret_of_a_sweep_is_typed_again_too(sweep):
     ],
 )
 def test_a_search_is_a_sweep(arguments, is_sweep):
-    assert typed.with_search(arguments) == arguments + ["--multirun"] * is_sweep
-    assert typed.with_search(["-m", *arguments]) == ["-m", *arguments]
+    assert compose.with_search(arguments) == arguments + ["--multirun"] * is_sweep
+    assert compose.with_search(["-m", *arguments]) == ["-m", *arguments]
 
 
 @pytest.mark.parametrize(
@@ -681,7 +683,7 @@ def test_a_search_is_a_sweep(arguments, is_sweep):
     ],
 )
 def test_faults_are_typed_without_quotes(arguments, seen):
-    assert typed.with_faults(arguments) == seen
+    assert compose.with_faults(arguments) == seen
     *_, override = OverridesParser.create().parse_overrides(seen)
     assert not override.is_sweep_override()
 
@@ -689,30 +691,30 @@ def test_faults_are_typed_without_quotes(arguments, seen):
 def test_the_faults_of_a_resumed_run_do_not_strike_again(run):
     with (run / ".hydra" / "overrides.yaml").open("a") as file:
         file.write("- faults=['kill,rank=1,step=20']\n")
-    found = typed.with_faults(typed.with_resumed_overrides([f"resume={run}"]))
+    found = compose.with_faults(resumed.with_resumed_overrides([f"resume={run}"]))
     assert not [word for word in found if word.startswith("faults=")]
-    found = typed.with_faults(typed.with_resumed_overrides([f"resume={run}", "+fault=hang,step=30"]))
+    found = compose.with_faults(resumed.with_resumed_overrides([f"resume={run}", "+fault=hang,step=30"]))
     assert [word for word in found if word.startswith("faults=")] == ["faults=['hang,step=30']"]
     assert {"experiment=digits", f"resume={run}"} <= set(found)
 
 
 def test_keys_to_search_may_be_given_as_a_dict():
     arguments = ["-m", "hydra.sweeper.params={optimizer.lr: 'choice(0.1,0.2)', seed: 3}", "seed=1"]
-    assert typed.with_params(arguments) == ["-m", "optimizer.lr=choice(0.1,0.2)", "seed=3", "seed=1"]
+    assert compose.with_params(arguments) == ["-m", "optimizer.lr=choice(0.1,0.2)", "seed=3", "seed=1"]
     for wrong in ("{optimizer: {lr: 1}}", "3"):
         with pytest.raises(ConfigError, match=r"give \{optimizer\.lr: '0\.1,0\.01'\}"):
-            typed.with_params(["-m", f"hydra.sweeper.params={wrong}"])
+            compose.with_params(["-m", f"hydra.sweeper.params={wrong}"])
 
 
 def test_options_may_be_typed_amid_overrides():
     given = ["a=1", "-m", "~b", "--cfg", "job", "+c=2", "--config-dir=d=e"]
-    assert typed.with_options_first(given) == ["-m", "--cfg", "job", "--config-dir=d=e", "a=1", "~b", "+c=2"]
+    assert compose.with_options_first(given) == ["-m", "--cfg", "job", "--config-dir=d=e", "a=1", "~b", "+c=2"]
 
 
 def test_the_value_of_an_option_is_no_override():
-    found = typed.read_words(["seed=1", "--config-dir", "a=b", "-cn", "c", "-m"])
+    found = compose.read_words(["seed=1", "--config-dir", "a=b", "-cn", "c", "-m"])
     assert found == ["--config-dir=a=b", "--config-name=c", "-m", "seed=1"]
-    assert typed.with_joined_values(["--config-name", "-m"]) == ["--config-name", "-m"]
+    assert compose.with_joined_values(["--config-name", "-m"]) == ["--config-name", "-m"]
     given, overrides = get_args_parser().parse_known_args(found)
     assert (given.config_dir, given.config_name, given.overrides, overrides) == ("a=b", "c", ["seed=1"], [])
 
@@ -729,7 +731,7 @@ def test_the_value_of_an_option_is_no_override():
     ],
 )
 def test_what_follows_an_option_with_an_optional_value_may_be_an_override(given, found):
-    assert typed.read_words(given) == found
+    assert compose.read_words(given) == found
     get_args_parser().parse_args(found)
 
 
@@ -737,7 +739,12 @@ def test_a_path_with_a_comma_can_be_resumed_by_a_sweep(tmp_path, monkeypatch):
     (tmp_path / "a,b/.hydra").mkdir(parents=True)
     (tmp_path / "a,b/.hydra/overrides.yaml").write_text("- optimizer.lr=0.5\n")
     monkeypatch.chdir(tmp_path)
-    assert typed.read_words(["-m", "resume=a,b", "seed=1,2"]) == ["-m", "optimizer.lr=0.5", 'resume="a,b"', "seed=1,2"]
+    assert compose.read_words(["-m", "resume=a,b", "seed=1,2"]) == [
+        "-m",
+        "optimizer.lr=0.5",
+        'resume="a,b"',
+        "seed=1,2",
+    ]
 
 
 @pytest.mark.medium
@@ -756,7 +763,7 @@ def test_folders_to_search_win_over_what_ships_and_the_project_over_them(is_type
     monkeypatch.chdir(tmp_path)
     for option, name in (("sgd", "team"), ("adam", "conf")):
         words = ["--config-name=main", f"optimizer={option}"]
-        assert typed.compose([*words, *[place] * is_typed]).optimizer.name == name
+        assert compose.compose([*words, *[place] * is_typed]).optimizer.name == name
 
 
 def test_of_two_runs_to_resume_the_last_one_counts(tmp_path):
@@ -764,10 +771,10 @@ def test_of_two_runs_to_resume_the_last_one_counts(tmp_path):
         (tmp_path / name / ".hydra").mkdir(parents=True)
         (tmp_path / name / ".hydra" / "overrides.yaml").write_text(f"- tags=[{name}]\n")
     words = [f"resume={tmp_path}/{name}" for name in ("a", "b")]
-    assert typed.with_resumed_overrides(words) == ["tags=[b]", *words]
+    assert resumed.with_resumed_overrides(words) == ["tags=[b]", *words]
 
 
 @pytest.mark.parametrize("words", [[], ["resume="], ["resume=/nowhere/at/all"], ["-m", "hydra.sweep.dir=/nowhere"]])
 def test_other_words_stay_as_they_are(words):
-    assert typed.read_words(words) == words
-    assert typed.read_words([*words, "model.weights=./run"]) == [*words, "++model.weights=./run"], "of any model"
+    assert compose.read_words(words) == words
+    assert compose.read_words([*words, "model.weights=./run"]) == [*words, "++model.weights=./run"], "of any model"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hydra.cli.compose import _overrides_of
 from ddp_hydra.cli.inference import saved_config
+from ddp_hydra.cli.resumed import _overrides_of
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.job.loggers import read_runs
 from ddp_hydra.storage import run_ref

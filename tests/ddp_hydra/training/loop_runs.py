@@ -127,3 +127,7 @@ FALLING = {"objective": {"metric": "val/loss", "direction": "minimize"}}
 
 def weights(run: Run) -> torch.Tensor:
     return torch.cat([part.flatten() for part in read(run.last)["model"].values()])
+
+
+def with_callbacks(**nodes: Any) -> dict[str, Any]:
+    return {"callbacks": {name: {"_target_": target, **rest} for name, (target, rest) in nodes.items()}}
