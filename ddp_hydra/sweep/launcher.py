@@ -60,7 +60,7 @@ class GangLauncher(Launcher):
         setup_globals()
         ours, settings = is_ours(config), SweepSettings(**self.settings)
         settings.check(ours)
-        check_storage(config.hydra.sweeper)
+        check_storage(config)
         if ours:  # a sweep of another app may have no jobs, as in Hydra
             search_space.check(config, hydra_context.config_loader)
         dry = ours and config.get("dry_run")

@@ -40,7 +40,7 @@ from ddp_hydra.config.hydra_compat import (
 from ddp_hydra.console.text import message_of, traceback_of
 from ddp_hydra.errors import ConfigError, DdpHydraError, SweepFailed
 from ddp_hydra.storage.manifest import FOLDER, NAME, has_checkpoint
-from ddp_hydra.sweep.rows import JobRow, JobState, typed
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, typed
 
 
 def _compressed(name: str) -> Any:
@@ -147,6 +147,21 @@ class PlannedJob:
         value = math.nan if self.row.value is None and self.row.state == JobState.stopped else self.row.value
         return self._return(JobStatus.COMPLETED, value)
 
+    def return_for_optuna(self, result: JobReturn, objective: SweepObjective) -> JobReturn:
+        """Return a result that Optuna's sweeper can tell it: with NaN, it ends with a traceback.
+
+        A stopped job has the worst value in its place; any other has failed, as in Optuna itself.
+        """
+        value = result._return_value
+        is_lost = value is None and self.is_ours  # no file keeps NaN
+        values = value if isinstance(value, list | tuple) else [value]
+        if result.status != JobStatus.COMPLETED or not (is_lost or any(map(_is_nan, values))):
+            return result
+        if self.row.state == JobState.stopped:
+            return self._return(JobStatus.COMPLETED, -math.inf if objective.maximize else math.inf)
+        reason = f"job {self.row.number}: {objective.metric} is NaN"
+        return self.failed_return(SweepFailed(f"{reason}, which is a failure (hydra.sweeper.max_failure_rate)"))
+
     def earlier_return(self) -> JobReturn:
         if self.row.state in (JobState.done, JobState.paused, JobState.stopped):
             return self.value_return()
@@ -159,6 +174,13 @@ class PlannedJob:
         result = JobReturn(self.row.overrides, config, working_dir=str(self.folder), status=status)
         result._return_value = value
         return result
+
+
+def _is_nan(value: Any) -> bool:
+    """Return whether a value, which may be a scalar of numpy or torch, is NaN."""
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        return math.isnan(value)
+    return False
 
 
 def is_ours(config: DictConfig) -> bool:

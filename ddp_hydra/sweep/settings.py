@@ -88,7 +88,7 @@ def _check_sweeper(config: DictConfig, metric: str, better: str) -> None:
     for key in ("direction", "ax_config.experiment.minimize", "optim.maximize", "maximize", "minimize"):
         found = OmegaConf.select(config, f"hydra.sweeper.{key}")
         is_given = key in (config.hydra.get("sweeper") or {})
-        if found is None and is_given and "optuna" in str(config.hydra.sweeper.get("_target_")):
+        if found is None and is_given and is_optuna(config):
             raise ConfigError(f"hydra.sweeper.{key} is null: give objective.direction={better}, as {metric} goes")
         values = list(found) if OmegaConf.is_list(found) else [found]
         right = str(key.endswith(better)).lower() if isinstance(values[0], bool) else better
@@ -101,10 +101,14 @@ def _check_sweeper(config: DictConfig, metric: str, better: str) -> None:
             )
 
 
-def check_storage(sweeper: DictConfig) -> None:
+def is_optuna(config: DictConfig) -> bool:
+    return "optuna" in str(OmegaConf.select(config, "hydra.sweeper._target_"))
+
+
+def check_storage(config: DictConfig) -> None:
     """Refuse a database for Optuna 2 with a version of SQLAlchemy by which it fails with an assertion."""
-    storage, is_optuna = sweeper.get("storage"), "optuna" in str(sweeper.get("_target_"))
-    if not is_optuna or not isinstance(storage, str) or storage.startswith("redis"):
+    storage = OmegaConf.select(config, "hydra.sweeper.storage")
+    if not is_optuna(config) or not isinstance(storage, str) or storage.startswith("redis"):
         return
     with suppress(PackageNotFoundError):  # said by who imports it
         optuna, alchemy = version("optuna"), version("sqlalchemy")

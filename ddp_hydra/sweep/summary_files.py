@@ -92,8 +92,7 @@ def to_scalar(value: Any) -> Any:
 
 def _take_metrics(row: JobRow, metrics: dict[str, float | None], objective: SweepObjective) -> None:
     row.metrics |= metrics
-    if row.metrics.get(objective.metric) is not None:
-        row.objective = row.metrics[objective.metric]
+    row.objective = row.metrics.get(objective.metric)  # None for one that was not finite
 
 
 def _summary(row: JobRow, folder: Path) -> Summary | None:

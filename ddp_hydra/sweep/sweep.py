@@ -39,7 +39,7 @@ from ddp_hydra.sweep.scheduler import (
     sweep_locked,
     wait_for_message,
 )
-from ddp_hydra.sweep.settings import SweepSettings, objective_of, stop_policy
+from ddp_hydra.sweep.settings import SweepSettings, is_optuna, objective_of, stop_policy
 from ddp_hydra.sweep.stopping import JobStopper
 from ddp_hydra.sweep.summary_files import SummaryFiles, read
 from ddp_hydra.sweep.tables import LiveTable
@@ -70,6 +70,7 @@ class Sweep:
         earlier = read(folder) if is_resumed else None
         self.objective = objective_of(config, settings.direction)
         metric = self.objective.metric
+        self.tells_optuna = is_optuna(config) and not (planned_job.is_ours(config) and config.get("dry_run"))
         self.queue = JobQueue(folder, loader, config, own_need, earlier, settings.retry_failed, metric)
         name = f"{connection.user_name()}@{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         start_cluster = partial(ClusterProcess, sweep=name, output=folder / "cluster.log")
@@ -288,4 +289,5 @@ class Sweep:
             return job.failed_return(SweepFailed(self.closing_line))
         reason = job.row.message or self.stop_reason
         unfinished = f"job {job.row.number} was not run to its end: {reason}"
-        return job.result or job.failed_return(SweepFailed(unfinished))
+        result = job.result or job.failed_return(SweepFailed(unfinished))
+        return job.return_for_optuna(result, self.objective) if self.tells_optuna else result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import sys
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import cloudpickle
 import distributed  # noqa: F401 (teaches pickle the exceptions that there are; not those that follow)
+import numpy as np
 import pytest
 from hydra import compose, initialize, utils
 from hydra._internal.callbacks import Callbacks
@@ -33,7 +35,8 @@ from ddp_hydra.sweep.planned_job import (
     portable,
     run_planned_job,
 )
-from ddp_hydra.sweep.rows import JobRow, JobState
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
+from ddp_hydra.sweep.sweep import Sweep
 
 
 def row(number: int, override: str, state: JobState = JobState.done) -> JobRow:
@@ -166,6 +169,33 @@ def result(value, status=JobStatus.COMPLETED):
     found = JobReturn(status=status)
     found._return_value = value
     return found
+
+
+NAN = "job 0: val/loss is NaN, which is a failure (hydra.sweeper.max_failure_rate)"
+
+
+@pytest.mark.parametrize(
+    ("value", "state", "told"),
+    [
+        (0.5, JobState.done, 0.5),
+        (math.inf, JobState.done, math.inf),
+        (math.nan, JobState.done, NAN),
+        (np.float32("nan"), JobState.done, NAN),
+        (None, JobState.done, NAN),  # the sweep went on
+        ([1.0, math.nan], JobState.done, NAN),
+        (math.nan, JobState.stopped, math.inf),
+        (None, JobState.stopped, math.inf),
+        ("text", JobState.done, "text"),
+    ],
+)
+def test_optuna_gets_no_nan(tmp_path, value, state, told):
+    job = planned(tmp_path)
+    job.row.state, job.row.value, job.folder = state, value, tmp_path
+    job.result = job.value_return()
+    loss = SweepObjective("val/loss", maximize=False)
+    found = Sweep.result(SimpleNamespace(tells_optuna=True, objective=loss, stop_reason=""), job)
+    assert (str(found._return_value) if found.status == JobStatus.FAILED else found.return_value) == told
+    assert (found.status == JobStatus.FAILED) == (told == NAN)
 
 
 class Awkward(Exception):

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hydra.sweep import summary_files
+from ddp_hydra.sweep.pruning import losers
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
 
 ACCURACY = SweepObjective("val/accuracy", maximize=True)
@@ -32,6 +33,24 @@ def test_a_status_and_then_a_summary_are_taken_over(row, tmp_path):
     summary_files.read_summary(row, tmp_path, ACCURACY)
     assert (row.step, row.workers, row.objective, row.metrics) == (10, 2, 0.75, {"val/accuracy": 0.75, "lr": None})
     assert (row.epoch, row.epochs) == (2, 2)
+
+
+@pytest.mark.parametrize("last", ["status.json", "summary.json"])
+def test_a_job_whose_last_value_is_not_finite_does_not_count_by_an_earlier_one(row, tmp_path, last):
+    (tmp_path / "status.json").write_text(json.dumps({"step": 5, "metrics": {"val/accuracy": 0.9}}))
+    summary_files.read_status(row, tmp_path, ACCURACY)
+    (tmp_path / "status.json").write_text(json.dumps({"step": 6, "metrics": {"lr": 0.1}}))
+    summary_files.read_status(row, tmp_path, ACCURACY)
+    assert row.objective == 0.9, "the epoch is not over"
+    (tmp_path / last).write_text(json.dumps({"status": "done", "steps": 10, "metrics": {"val/accuracy": None}}))
+    if last == "status.json":
+        summary_files.read_status(row, tmp_path, ACCURACY)
+    else:
+        summary_files.take_end(row, tmp_path, ACCURACY)
+    assert (row.objective, row.metrics["val/accuracy"], row.value) == (None, None, None)
+    good = JobRow(1, [], "1", JobState.done, 0.5)
+    row.state = JobState.done
+    assert losers([row, good], ACCURACY, 1) == [row]
 
 
 @pytest.mark.parametrize(("status", "state"), [("done", JobState.done), ("failed", JobState.interrupted)])

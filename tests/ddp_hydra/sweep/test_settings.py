@@ -115,11 +115,11 @@ def test_a_database_that_optuna_cannot_use_is_refused_with_what_to_type(
     sweeper, optuna, alchemy, is_refused, monkeypatch
 ):
     monkeypatch.setattr("ddp_hydra.sweep.settings.version", {"optuna": optuna, "sqlalchemy": alchemy}.__getitem__)
-    config = {"_target_": "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper", **sweeper}
+    sweeper = {"_target_": "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper", **sweeper}
     typed = "type pip install 'SQLAlchemy<2' 'alembic<1.17'"
     said = rf"storage: Optuna 2\.10\.1 needs SQLAlchemy 1 .*{alchemy} is installed: {typed}"
     with pytest.raises(ConfigError, match=said) if is_refused else nullcontext():
-        check_storage(OmegaConf.create(config))
+        check_storage(OmegaConf.create({"hydra": {"sweeper": sweeper}}))
 
 
 def policy(
