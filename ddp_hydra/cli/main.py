@@ -150,6 +150,10 @@ def compose_and_run() -> None:
             whole_output() if any(getattr(given, option) for option in _ONLY_PRINT) else nullcontext(),
         ):
             hydra.main(config_path=str(folder), config_name="config", **MAIN)(main)()
+    except ValueError as error:
+        if "trials are completed" not in str(error):  # of Optuna, whose sweeper asks for the best one
+            raise
+        launcher.end_without_values(error)
     finally:
         launcher.close_all()  # Hydra does not tell a launcher when its sweep is over
 

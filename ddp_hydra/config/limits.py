@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
+from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
 # Types with limits: OmegaConf takes the type, `check_limits` the limit, and the description says what to give.
@@ -46,6 +47,14 @@ def check_limits(
             shown = json.dumps(value) if value is None or isinstance(value, bool) else shown
             raise ConfigError(f"{prefix}{key}={shown}: give {described(limits[key], null)}") from None
     return found
+
+
+def check_known(group: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse keys that a group lacks: Hydra accepts them after `+` and in files."""
+    names = list(known)
+    for key in given:
+        if key not in names:
+            raise ConfigError(text.unknown(f"{group}.{key}", names))
 
 
 def check_gang(prefix: str, ranks: int | None, least: int | None, ports: Sequence[int] | None) -> None:

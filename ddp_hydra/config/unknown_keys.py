@@ -129,12 +129,17 @@ def _new_keys(hydra_cfg: Any) -> list[str]:
 
 
 def _inner_mistakes(raw: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
-    """Yield new keys of groups that have a schema, each with a sentence."""
+    """Yield new keys of groups that have a schema, and callbacks and metrics without a name, each with a sentence."""
     for group, schema in SCHEMAS.items():
         node, known = raw.get(group), [field.name for field in fields(schema)]  # type: ignore[arg-type]
         for name in node if isinstance(node, dict) else ():  # a config of one's own may lack a group
             if str(name) not in known and not is_read(key := f"{group}.{name}", raw):
                 yield key, text.unknown(key, known)
+    for group in _OF_NODES:
+        node = raw.get(group)
+        if isinstance(node, dict) and (class_name := node.get("_target_")) is not None:
+            key, there = f"{group}._target_", f"put it below one, `score: {{_target_: {class_name}}}`"
+            yield key, f"{key}={class_name}: a {group.removesuffix('s')} needs a name: {there}"
 
 
 def _top_mistakes(raw: Mapping[Any, Any], tops: Container[str] = ()) -> Iterator[tuple[str, str]]:
@@ -267,7 +272,7 @@ def _explain_value(cause: BaseException | None, typed: str) -> str | None:
     if groups and node._get_parent() is None:
         return _did_you_mean(key, groups)
     more = ""
-    if "_target_" in node:
+    if "_target_" in node and key.rpartition(".")[0] not in ("hydra.launcher", "hydra.sweeper"):  # these have all
         more = f"; another argument of {node['_target_']} is given with +{key}=<value>"
     if key.startswith(f"{ENV_SET}."):
         more = f"; a new variable is given with +{key}=<value>"
@@ -329,7 +334,9 @@ def _place(key: str, hydra_cfg: Any, loader: Any) -> str:
         if config is None:
             continue
         content, prefix = OmegaConf.to_container(config.config), f"{default.package}." if default.package else ""
-        if key == default.package or any(meet(key, own) for own, _ in redact.leaves(content, prefix)):
+        if key == default.package or any(
+            meet(key, own) for own, value in redact.leaves(content, prefix) if own == key or value != {}
+        ):
             return f"{default.config_path}.yaml: "
     return ""
 

@@ -13,6 +13,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from ddp_hydra.console import signals
+from ddp_hydra.errors import SweepFailed
 from ddp_hydra.storage.files import new_folder, write_atomic
 
 if TYPE_CHECKING:
@@ -26,6 +27,15 @@ def close_all() -> None:
     """Close all sweeps: Hydra does not tell a launcher when its sweep is over."""
     for launcher in list(_open):
         launcher.close()
+
+
+def end_without_values(error: ValueError) -> None:
+    """Say how the jobs of a search of Optuna have ended of which none has a value; in a dry run, none has to."""
+    for launcher in _open:
+        if launcher.sweep is not None and not launcher.config.get("dry_run"):
+            raise SweepFailed(f"no job has a value for Optuna: {launcher.sweep.closing_line}") from None
+    if not _open:
+        raise error
 
 
 class GangLauncher(Launcher):
@@ -47,12 +57,14 @@ class GangLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Start the sweep, or resume an earlier one. Called by Hydra before the first batch."""
+        from ddp_hydra.config.limits import check_known
         from ddp_hydra.sweep import search_space
         from ddp_hydra.sweep.planned_job import is_ours
         from ddp_hydra.sweep.queue import CachingConfigLoader
         from ddp_hydra.sweep.settings import SweepSettings, check_storage
         from ddp_hydra.sweep.sweep import Sweep
 
+        check_known("hydra.launcher", self.settings, ["resume", *SweepSettings.__annotations__])
         signals.leave_tidily()
         loader = CachingConfigLoader(hydra_context.config_loader)
         hydra_context.config_loader = loader  # type: ignore[assignment]

@@ -24,7 +24,7 @@ from hydra.types import HydraContext, TaskFunction
 from msgspec import Meta
 from omegaconf import DictConfig
 
-from ddp_hydra.config.limits import AtLeast1, AtLeast2, check_limits, limits_of
+from ddp_hydra.config.limits import AtLeast1, AtLeast2, check_known, check_limits, limits_of
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError, SweepFailed
 from ddp_hydra.storage.manifest import FOLDER, LAST
@@ -235,6 +235,7 @@ class PopulationSweeper(Sweeper):
             raise ConfigError("hydra/sweeper=pbt resumes jobs from checkpoints, so it is for ddp_hydra's configs only")
         self.hydra_context: HydraContext = hydra_context
         self.config: DictConfig = config
+        check_known("hydra.sweeper", self.options, ["params", *PopulationSettings.__annotations__])
         self.settings = PopulationSettings(**self.options)
         self.objective = objective_of(config)
         self.launcher: Launcher = Plugins.instance().instantiate_launcher(

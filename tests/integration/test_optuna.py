@@ -67,6 +67,22 @@ def test_a_trial_that_fails_ends_the_search_only_where_too_many_do(cli, rate, co
 
 
 @pytest.mark.slow
+def test_a_search_whose_trials_all_fail_ends_with_a_sentence(cli):
+    search = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.direction=maximize", "hydra.sweeper.max_failure_rate=1")
+    settings = (
+        "hydra.sweeper.n_trials=2",
+        "hydra.sweeper.n_jobs=2",
+        "seed=choice(1,2)",
+        "faults=['raise,rank=0,step=1']",
+    )
+    tiny = ("data=tiny", "model=tiny", "trainer.max_steps=2", "dispatch.max_restarts=0", *COUNTED)
+    ended = cli.run(*search, *settings, *tiny, "hydra.sweep.dir=sweep")
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("ddp_hydra: no job has a value for Optuna: 2 jobs: 2 failed")
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
 def test_without_the_package_only_a_search_is_missing(cli):
     blocked = cli.folder / "blocked"
     blocked.mkdir()

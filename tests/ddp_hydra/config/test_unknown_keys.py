@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -26,6 +27,12 @@ from tests.ddp_hydra.config.configs import CONF, changed, composed
         ("objective.epochs", 3, r"objective\.epochs: there is no such key"),
         ("metrics.f1", 3, r"metrics\.f1=3: a _target_ is missing: give \+metrics\.f1\._target_=<module>\.<class>"),
         ("callbacks.x", "models.a.B", r"callbacks\.x=models\.a\.B: .*give \+callbacks\.x\._target_=models\.a\.B"),
+        (
+            "callbacks._target_",
+            "models.a.B",
+            r"^callbacks\._target_=models\.a\.B: a callback needs a name: put it below",
+        ),
+        ("metrics._target_", "models.a.B", r"a metric needs a name: .*, `score: \{_target_: models\.a\.B\}`$"),
         ("data.val", "data.a.B", r"data\.val=data\.a\.B: a _target_ is missing: give data\.val\._target_=data\.a\.B"),
     ],
 )
@@ -226,6 +233,24 @@ def test_a_word_where_a_number_is_usual_is_refused_before_anything_starts(loader
     given = [f"{key}={value}" for key, value in values.items()]
     with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
         unknown_keys.check_typed(changed(values), hydra_part(given, {**CHOICES, **choices}), loader)
+
+
+@pytest.mark.medium
+def test_no_file_is_named_for_what_is_typed(loader):
+    given = hydra_part(["+callbacks._target_=a.B"], CHOICES)
+    with pytest.raises(ConfigError, match=r"^callbacks\._target_="):
+        unknown_keys.check_new(changed({"callbacks._target_": "a.B"}), given, loader)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("word", ["hydra.launcher.n_jobs=2", "hydra.sweeper.n_trials=2"])
+def test_an_option_of_a_launcher_or_sweeper_that_it_lacks_is_not_to_be_added(word):
+    with pytest.raises(HydraException) as caught:
+        composed("hydra/sweeper=pbt", word)
+    assert re.match(
+        r"hydra\.\w+\.n_\w+: there is no such key.* [kK]eys of hydra", said := unknown_keys.explain(caught.value)
+    )
+    assert "+" not in said
 
 
 def test_keys_of_another_optimizer_are_named_with_what_to_type():

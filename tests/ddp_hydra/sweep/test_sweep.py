@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ import pytest
 from distributed.batched import BatchedSend
 from omegaconf import OmegaConf
 
-from ddp_hydra.errors import Interrupted, RecordError
+from ddp_hydra.errors import ConfigError, Interrupted, RecordError, SweepFailed
 from ddp_hydra.sweep import launcher, sweep
 from ddp_hydra.sweep.launcher import GangLauncher
 from ddp_hydra.sweep.pruning import FINISH_S
@@ -112,6 +113,22 @@ def test_a_sweep_whose_jobs_hydra_refuses_leaves_no_secrets(tmp_path):
     launcher._open.append(one)
     launcher.close_all()
     assert OmegaConf.load(saved).cluster == {"_target_": "x", "password": "***"}
+
+
+def test_an_option_that_the_launcher_lacks_is_refused():
+    with pytest.raises(ConfigError, match=r"^hydra\.launcher\.n_jobs: there is no such key: did you mean .*max_jobs\?"):
+        GangLauncher(n_jobs=2, keep="all").setup(
+            hydra_context=SimpleNamespace(config_loader=None), task_function=None, config=OmegaConf.create({})
+        )
+
+
+@pytest.mark.parametrize("is_dry", [False, True])
+def test_a_search_of_optuna_none_of_whose_trials_has_a_value_ends_with_a_sentence(ours_to_launch, is_dry):
+    one, _ = ours_to_launch
+    one.config.dry_run, one.sweep.closing_line = is_dry, "2 jobs: 2 failed  ->  m/sweep.md"
+    said = "^no job has a value for Optuna: 2 jobs: 2 failed  ->  m/sweep.md$"
+    with nullcontext() if is_dry else pytest.raises(SweepFailed, match=said):
+        launcher.end_without_values(ValueError("No trials are completed yet."))
 
 
 @pytest.fixture

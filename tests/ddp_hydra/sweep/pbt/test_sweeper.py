@@ -112,6 +112,11 @@ def test_keys_of_its_own_are_refused(made, arguments, message):
         made().sweep(arguments)
 
 
+def test_an_option_that_it_lacks_is_refused(made):
+    with pytest.raises(ConfigError, match=r"^hydra\.sweeper\.n_trials: there is no such key; the keys .* population, "):
+        made(n_trials=3)
+
+
 def test_what_it_cannot_train_is_refused():
     with pytest.raises(ConfigError, match="for ddp_hydra's configs only"):
         PopulationSweeper().setup(hydra_context=None, task_function=None, config=OmegaConf.create({}))
