@@ -60,7 +60,7 @@ def look_into(data: Any, around: tuple[Any, ...] = ()) -> Any:
         return SubsetView(data, [look_into(data.dataset, (*around, data))])
     if isinstance(data, ConcatDataset) and methods == [ConcatDataset.__getitem__, None]:
         return ConcatView(data, [look_into(part, (*around, data)) for part in data.datasets])
-    if type(data) is DataLoader:
+    if isinstance(data, DataLoader) and type(data).__module__.startswith(("torch.", "torchdata.")):
         return LoaderView(data, [look_into(data.dataset, (*around, data))])
     parts, others = inner_sets(data, around), _other_meanings(data)
     if is_stream(data):

@@ -437,11 +437,15 @@ def test_what_set_epoch_returns_is_not_looked_at():
     assert data.epoch == 3
 
 
-def test_a_dataloader_of_samples_has_the_classes_and_batches_of_its_data_set(photos):
+STATEFUL = type("StatefulDataLoader", (DataLoader,), {"__module__": "torchdata.stateful_dataloader"})
+
+
+@pytest.mark.parametrize("make", [DataLoader, STATEFUL])
+def test_a_dataloader_of_samples_has_the_classes_and_batches_of_its_data_set(photos, make):
     def reversed_rows(sample):
         return sample
 
-    data = look_into(DataLoader(folder(photos), batch_size=None))
+    data = look_into(make(folder(photos), batch_size=None))
     assert (data.classes, data.max_bad_fraction, len(data), is_stream(data)) == (["cats", "dogs"], 0.5, 8, True)
     assert not is_thread_safe(data)  # a shuffled one draws
     assert not hasattr(data, "set_epoch")
