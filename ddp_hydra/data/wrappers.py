@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Real
+from types import FunctionType
 from typing import Any, SupportsInt
 
 import numpy as np
@@ -59,7 +60,7 @@ def look_into(data: Any, around: tuple[Any, ...] = ()) -> Any:
         return SubsetView(data, [look_into(data.dataset, (*around, data))])
     if isinstance(data, ConcatDataset) and methods == [ConcatDataset.__getitem__, None]:
         return ConcatView(data, [look_into(part, (*around, data)) for part in data.datasets])
-    if type(data) is DataLoader:
+    if isinstance(data, DataLoader) and type(data).__module__.startswith(("torch.", "torchdata.")):
         return LoaderView(data, [look_into(data.dataset, (*around, data))])
     parts, others = inner_sets(data, around), _other_meanings(data)
     if is_stream(data):
@@ -248,7 +249,7 @@ class ConcatView(View):
         _refuse_other_features(wrapper, parts)
         for name in _MADE_BY:
             having = [part for part in self.parts if hasattr(part, name)]
-            is_common = len(having) in (0, len(parts)) and len({_recipe(part, name) for part in having}) <= 1
+            is_common = len(having) in (0, len(parts)) and _are_alike([_recipe(part, name) for part in having])
             if not is_common and not hasattr(wrapper, name):
                 names = ", ".join(dict.fromkeys(name_of(part) for part in self.parts))
                 raise ConfigError(
@@ -415,7 +416,22 @@ def _hidden(wrapper: Any, part: Any, name: str, what: str) -> str:
 def _recipe(part: Any, name: str) -> tuple[Any, ...]:
     method = getattr(part, name)
     numbers = tuple((key, value) for key in ("mean", "std") if isinstance(value := getattr(part, key, None), tuple))
-    return getattr(method, "__func__", method), *numbers
+    return _settings(getattr(method, "__func__", method)), *numbers
+
+
+def _settings(method: Any) -> Any:
+    # Return what two functions have in common that do the same: a config makes partials and collators anew.
+    if isinstance(method, partial):
+        return partial, _settings(method.func), method.args, method.keywords
+    is_of_user = isinstance(type(method).__call__, FunctionType) and hasattr(method, "__dict__")
+    return (type(method), vars(method)) if is_of_user else method
+
+
+def _are_alike(recipes: Sequence[Any]) -> bool:
+    try:
+        return all(recipe == recipes[0] for recipe in recipes)
+    except (ValueError, RuntimeError):  # arrays and tensors in them
+        return False
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -18,12 +18,12 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-import cloudpickle
 from distributed import Future
 
 from ddp_hydra.console.signals import printed
 from ddp_hydra.console.text import printable
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.pickler import Pickler
 from ddp_hydra.rank.spec import GangSettings
 from ddp_hydra.record import Log, Record
 
@@ -154,7 +154,7 @@ def pickled(value: Any) -> bytes:
         return file.getvalue()
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(Pickler):
     """Pickles modules of any class by their name, and code with its file's name and text.
 
     cloudpickle looks for submodules by the names in a function, and finds `torch.classes` in one that only says

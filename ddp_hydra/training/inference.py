@@ -233,9 +233,9 @@ def identified(data: Any, indices: Sequence[int], values: Mapping[str, Any]) -> 
         found["id"] = [encodable(str(data.sample_id(index))) for index in indices]
     if hasattr(data, "error_of"):
         found["error"] = [encodable(str(data.error_of(index))) for index in indices]
-    if taken := found.keys() & values.keys():
+    if taken := {"index", *found} & values.keys():
         raise ConfigError(
-            f"both predict() of the task and the data set have a column {', '.join(sorted(taken))}: rename the task's"
+            f"predict() of the task has a column {', '.join(sorted(taken))}, as the table by itself: rename the task's"
         )
     return {**found, **values}
 

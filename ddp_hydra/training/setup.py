@@ -17,6 +17,7 @@ from ddp_hydra.data.draws import StateGuard
 from ddp_hydra.data.samplers import Repeated
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.data.workers import InWorkers
+from ddp_hydra.data.wrappers import unwrapped
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.record import Start
 from ddp_hydra.tasks import Task
@@ -53,6 +54,13 @@ def build_sampler(cfg: DictConfig, train_set: Any, world: World) -> tuple[Any, S
     consensus = StepConsensus(world, sampler.counts, sampler.heard) if is_stream else StepConsensus(world)
     if cfg.trainer.overfit_batches and not is_stream:
         sampler = Repeated(sampler, cfg.trainer.overfit_batches, cfg.seed)
+    data = train_set.dataset if isinstance(train_set, InWorkers) else train_set
+    for kind in () if is_stream or world.rank else (type(sampler), type(unwrapped(data))):
+        if hasattr(kind, "load_state_dict"):
+            results.warn(
+                f"the state_dict() of {kind.__name__} is not saved: keep what a resume needs in a callback with "
+                "state_dict() and load_state_dict()"
+            )
     return sampler, consensus
 
 

@@ -237,6 +237,9 @@ def _keeps_its_place(dataset: Any) -> bool:
         return False
     if isinstance(dataset, HuggingFacePart) and dataset.has_buffer:
         return False
+    loader = unwrapped(dataset)
+    if isinstance(loader, DataLoader) or type(loader).__module__.startswith("torchdata."):
+        return True  # to ask it now would begin a pass, which goes on in the first epoch
     with contextlib.suppress(TypeError):
         plain(dataset.state_dict())
         return True

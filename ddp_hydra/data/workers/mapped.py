@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddp_hydra.pickler import Pickler
+
 SMAPS = Path("/proc/self/smaps")
 _BEGIN = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r..(.) ([0-9a-f]+) \S+ (\d+) +(/.*)")
 _CHANGED = re.compile(r"(?:Anonymous|Swap): +[1-9]")
@@ -77,7 +79,7 @@ def file_mapped(path: str, inode: int, n_bytes: int) -> np.memmap:
     return found
 
 
-class _DataPickler(cloudpickle.Pickler):
+class _DataPickler(Pickler):
     """Pickles arrays and tensors that lie in mapped files by their places there."""
 
     def __init__(self, file: Any) -> None:

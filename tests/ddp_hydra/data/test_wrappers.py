@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,32 @@ class Rows(Dataset):
 
     def __getitem__(self, index):
         return index
+
+
+def padded(samples, value=0):
+    return samples
+
+
+class Padding:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self, samples):
+        return samples
+
+
+@pytest.mark.parametrize("name", ["collate", "prepare"])
+@pytest.mark.parametrize("make", [lambda value: partial(padded, value=value), Padding])
+@pytest.mark.parametrize(("values", "is_common"), [((1, 1), True), ((1, 2), False), ((*np.ones((2, 2)),), False)])
+def test_parts_share_what_a_config_makes_for_each_by_the_same_settings(name, make, values, is_common):
+    data = ConcatDataset(parts := [Rows(), Rows()])
+    for part, value in zip(parts, values, strict=True):
+        setattr(part, name, make(value))
+    if is_common:
+        assert getattr(look_into(data), name)([5]) == [5]
+        return
+    with pytest.raises(ConfigError, match=rf"the parts of this ConcatDataset \(Rows\) make batches by a {name}\(\)"):
+        look_into(data)
 
 
 def test_shards_of_a_subset_are_the_runs_in_one_shard():
@@ -410,11 +437,15 @@ def test_what_set_epoch_returns_is_not_looked_at():
     assert data.epoch == 3
 
 
-def test_a_dataloader_of_samples_has_the_classes_and_batches_of_its_data_set(photos):
+STATEFUL = type("StatefulDataLoader", (DataLoader,), {"__module__": "torchdata.stateful_dataloader"})
+
+
+@pytest.mark.parametrize("make", [DataLoader, STATEFUL])
+def test_a_dataloader_of_samples_has_the_classes_and_batches_of_its_data_set(photos, make):
     def reversed_rows(sample):
         return sample
 
-    data = look_into(DataLoader(folder(photos), batch_size=None))
+    data = look_into(make(folder(photos), batch_size=None))
     assert (data.classes, data.max_bad_fraction, len(data), is_stream(data)) == (["cats", "dogs"], 0.5, 8, True)
     assert not is_thread_safe(data)  # a shuffled one draws
     assert not hasattr(data, "set_epoch")

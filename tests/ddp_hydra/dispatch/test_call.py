@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddp_hydra.console import text
-from ddp_hydra.dispatch.call import Call, Script, check_arguments, pickled
+from ddp_hydra.dispatch.call import Call, Script, check_arguments, pickled, pickled_call
 from ddp_hydra.errors import ConfigError
 
 
@@ -70,3 +70,9 @@ async def both():
 def test_what_a_rank_would_not_run_is_refused(call, said):
     with pytest.raises(ConfigError, match=said):
         check_arguments(call)
+
+
+def test_an_open_text_file_is_named(tmp_path):
+    said = r"argument 1 \(a TextIOWrapper\) can't be sent to the ranks .*: make it inside the function"
+    with (tmp_path / "lines.txt").open("w+") as file, pytest.raises(ConfigError, match=said):
+        pickled_call(print, (file,), {})

@@ -25,12 +25,15 @@ from torch.utils.data import (
     random_split,
 )
 
+from ddp_hydra import results
 from ddp_hydra.data import draws
+from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.data.streams import StreamSampler
+from ddp_hydra.data.workers import InWorkers
 from ddp_hydra.data.wrappers import look_into
 from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.rank.world import ALONE
-from ddp_hydra.training import build_data
+from ddp_hydra.training import build_data, setup
 from ddp_hydra.training.inference import check_labels
 from ddp_hydra.training.lr_schedules import ScheduleProgress
 from ddp_hydra.training.setup import steps_left
@@ -168,6 +171,31 @@ def test_targets_that_are_no_classes_matter_to_the_weighted_sampler_only(targets
     if targets is None:
         with pytest.raises(ConfigError, match=r"one class for each of its .* it has none"):
             built(wrapped, "sampler._target_=ddp_hydra.data.samplers.Weighted")
+
+
+class WithState(Distributed):
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    load_state_dict = vars
+
+
+class RowsWithState(TensorDataset):
+    state_dict, load_state_dict = WithState.state_dict, vars
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: InWorkers(data, 1, asked=True)])
+def test_a_state_that_is_not_saved_is_told(wrap, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(results, "warn", said.append)
+    data = wrap(RowsWithState(torch.zeros(40)))
+    setup.build_sampler(built(data, f"sampler._target_={__name__}.WithState")[0], data, ALONE)
+    assert [text.partition(" is not saved")[0] for text in said] == [
+        "the state_dict() of WithState",
+        "the state_dict() of RowsWithState",
+    ]
+    setup.build_sampler(built(data)[0], TensorDataset(torch.zeros(40)), ALONE)
+    assert len(said) == 2
 
 
 def test_the_sampler_of_the_docs(monkeypatch):

@@ -170,6 +170,12 @@ def test_names_of_files_that_are_not_utf_8_can_be_written(tmp_path):
         spec.write_rows(file, {name: column for name, column in found.items() if isinstance(column, list)})
 
 
+@pytest.mark.parametrize("name", ["index", "id"])
+def test_a_column_that_each_table_has_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"predict\(\) of the task has a column {name}, .*: rename the task's"):
+        inference.identified(SimpleNamespace(sample_id=str), [0], {name: [5]})
+
+
 def predicted(monkeypatch: pytest.MonkeyPatch, batches: list[Any], stopped: int = 0, **job: Any) -> list[int]:
     """Predict batches of (x, indices, is_own) with a task that returns them, in parts of 4; return the parts."""
     parts: list[int] = []

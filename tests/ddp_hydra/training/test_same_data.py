@@ -63,6 +63,16 @@ def test_a_file_name_that_is_not_utf_8_is_a_name():
     compare(Odd(3), Odd(3))
 
 
+def test_ids_that_are_known_once_a_sample_was_read_are_not_compared():
+    class Late(Numbers):
+        def sample_id(self, index: int) -> str:
+            raise KeyError(index)
+
+    compare(Late(3), Late(3))
+    with pytest.raises(DataError, match="3, 4 samples on the ranks"):
+        compare(Late(3), Late(4))
+
+
 class Words(Numbers):
     def __init__(self, n: int, *words: float) -> None:
         super().__init__(n)

@@ -126,6 +126,34 @@ def test_the_seed_of_a_users_generator_counts():
     assert orders[0] != orders[1]
 
 
+class LoaderWithState(DataLoader):
+    """Begins a pass when it is asked for its state, as torchdata's does; the next `iter` goes on with it."""
+
+    begun: Any = None
+
+    def __iter__(self) -> Any:
+        begun, self.begun = self.begun, None
+        return begun or iter(list(super().__iter__()))
+
+    def state_dict(self) -> dict[str, Any]:
+        self.begun = self.begun or iter(self)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_a_loader_is_asked_for_its_state_once_the_epoch_has_begun():
+    def order(epoch: int) -> list[Any]:
+        torch.rand(1)
+        part = split(LoaderWithState(range(N), batch_size=None, shuffle=True), 0, 1, seed=1)
+        assert part.by_state
+        part.open(epoch)
+        return list(part.samples)
+
+    assert order(1) == order(1) != order(0)
+
+
 class LoaderOfAUser(DataLoader):
     pass
 

@@ -210,3 +210,12 @@ def test_what_cloudpickle_takes_is_taken():
     n = 3
     assert arrived(lambda x: x + n)(4) == 7
     assert arrived(io.StringIO).__name__ == "StringIO"
+
+
+def test_an_open_text_file_is_refused_as_by_pickle(tmp_path, monkeypatch):
+    (tmp_path / "lines.txt").write_text("ä\nb\n", encoding="utf-8")
+    refused = pytest.raises(TypeError, match=r"cannot pickle '_io\.TextIOWrapper' object")
+    with (tmp_path / "lines.txt").open(encoding="utf-8") as file, refused:
+        pickled({"file": file})
+    monkeypatch.setattr(sys, "stdout", sys.__stdout__)
+    assert arrived([sys.stdout]) == [sys.stdout]
