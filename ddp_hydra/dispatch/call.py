@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -234,6 +234,8 @@ class Script:
             main, before = ModuleType("__main__"), sys.modules["__main__"]
             main.__file__ = str(path)
             main.__package__ = package or None
+            if self.module:  # processes that it spawns import it by this name
+                main.__spec__ = ModuleSpec(self.module, None, origin=str(path))
             sys.modules["__main__"] = main
             try:
                 exec(code, main.__dict__)  # noqa: S102, this is what it is for

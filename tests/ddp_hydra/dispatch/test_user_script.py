@@ -75,3 +75,23 @@ def test_a_module_that_is_not_there_is_refused(name, tmp_path, monkeypatch):
     (tmp_path / "tulips").mkdir()
     with pytest.raises(ConfigError, match=f"'{name}'\\): there is no such module in this folder"):
         call.script("-m", name)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("path", ["roses/train.py", "-m"])
+def test_what_it_spawns_imports_it_as_python_does(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "roses").mkdir()
+    (tmp_path / "roses/colours.py").write_text("COLOUR = 'red'")
+    (tmp_path / "roses/train.py").write_text(
+        "import multiprocessing, pathlib, sys\n"
+        f"from {'.' if path == '-m' else ''}colours import COLOUR\n"
+        "def write(path):\n    pathlib.Path(path).write_text(COLOUR + ' ' + __name__)\n"
+        "if __name__ == '__main__':\n"
+        "    child = multiprocessing.get_context('spawn').Process(target=write, args=sys.argv[1:])\n"
+        "    child.start()\n    child.join()\n"
+    )
+    call.script(path, *["roses.train"] * (path == "-m"), tmp_path / "out")()
+    assert (tmp_path / "out").read_text() == "red __mp_main__"
+    for module in [module for module in sys.modules if module.partition(".")[0] in ("roses", "colours")]:
+        del sys.modules[module]
