@@ -236,7 +236,7 @@ def saved_without_secrets() -> AbstractContextManager[None]:
 
 
 def read_words(arguments: list[str]) -> list[str]:
-    typed = with_search([with_weights(quoted_path(word)) for word in with_joined_values(arguments)])
+    typed = with_search([with_weights(quoted_path(word)) for word in with_options_first(with_joined_values(arguments))])
     words = with_one_run(with_resumed_overrides(typed), typed) if resumed_run(typed) else typed
     if SWEEPS & set(words):
         words = with_resumed_sweep(words)

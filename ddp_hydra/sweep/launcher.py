@@ -32,8 +32,9 @@ def close_all() -> None:
 def end_without_values(error: ValueError) -> None:
     """Say how the jobs of a search of Optuna have ended of which none has a value; in a dry run, none has to."""
     for launcher in _open:
-        if launcher.sweep is not None and not launcher.config.get("dry_run"):
-            raise SweepFailed(f"no job has a value for Optuna: {launcher.sweep.closing_line}") from None
+        if not launcher.config.get("dry_run"):
+            assert launcher.sweep is not None
+            raise SweepFailed(f"no job has a finite value for Optuna: {launcher.sweep.closing_line}") from None
     if not _open:
         raise error
 

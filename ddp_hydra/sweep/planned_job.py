@@ -150,16 +150,17 @@ class PlannedJob:
     def return_for_optuna(self, result: JobReturn, objective: SweepObjective) -> JobReturn:
         """Return a result that Optuna's sweeper can tell it: with NaN, it ends with a traceback.
 
-        A stopped job has the worst value in its place; any other has failed, as in Optuna itself.
+        A stopped job has the worst value in its place; any other has failed, as in Optuna itself. A job of ours needs a
+        finite value: no file keeps another one for a second start.
         """
-        value = result._return_value
-        is_lost = value is None and self.is_ours  # no file keeps NaN
-        values = value if isinstance(value, list | tuple) else [value]
-        if result.status != JobStatus.COMPLETED or not (is_lost or any(map(_is_nan, values))):
+        if result.status != JobStatus.COMPLETED:
+            return result
+        values = _numbers(result._return_value)
+        if all(map(math.isfinite, values or [math.nan])) if self.is_ours else not any(map(math.isnan, values)):
             return result
         if self.row.state == JobState.stopped:
             return self._return(JobStatus.COMPLETED, -math.inf if objective.maximize else math.inf)
-        reason = f"job {self.row.number}: {objective.metric} is NaN"
+        reason = f"job {self.row.number}: {objective.metric} has no finite value"
         return self.failed_return(SweepFailed(f"{reason}, which is a failure (hydra.sweeper.max_failure_rate)"))
 
     def earlier_return(self) -> JobReturn:
@@ -176,11 +177,12 @@ class PlannedJob:
         return result
 
 
-def _is_nan(value: Any) -> bool:
-    """Return whether a value, which may be a scalar of numpy or torch, is NaN."""
-    with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
-        return math.isnan(value)
-    return False
+def _numbers(value: Any) -> list[float]:
+    """Return a job's value, or values, as Optuna's sweeper reads them; an empty list where it reads none."""
+    for read in (lambda: [float(value)], lambda: list(map(float, value))):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+            return read()
+    return []
 
 
 def is_ours(config: DictConfig) -> bool:

@@ -78,7 +78,7 @@ def test_a_search_whose_trials_all_fail_ends_with_a_sentence(cli):
     tiny = ("data=tiny", "model=tiny", "trainer.max_steps=2", "dispatch.max_restarts=0", *COUNTED)
     ended = cli.run(*search, *settings, *tiny, "hydra.sweep.dir=sweep")
     assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1].startswith("ddp_hydra: no job has a value for Optuna: 2 jobs: 2 failed")
+    assert ended.stderr.splitlines()[-1].startswith("ddp_hydra: no job has a finite value for Optuna: 2 jobs: 2 failed")
     assert "Traceback" not in ended.stderr
 
 

@@ -171,28 +171,49 @@ def result(value, status=JobStatus.COMPLETED):
     return found
 
 
-NAN = "job 0: val/loss is NaN, which is a failure (hydra.sweeper.max_failure_rate)"
+NAN = "job 0: val/loss has no finite value, which is a failure (hydra.sweeper.max_failure_rate)"
 
 
 @pytest.mark.parametrize(
     ("value", "state", "told"),
     [
         (0.5, JobState.done, 0.5),
-        (math.inf, JobState.done, math.inf),
+        (math.inf, JobState.done, NAN),  # as in a second start
         (math.nan, JobState.done, NAN),
-        (np.float32("nan"), JobState.done, NAN),
         (None, JobState.done, NAN),  # the sweep went on
-        ([1.0, math.nan], JobState.done, NAN),
-        (math.nan, JobState.stopped, math.inf),
-        (None, JobState.stopped, math.inf),
-        ("text", JobState.done, "text"),
+        (None, JobState.paused, NAN),
+        (math.nan, JobState.stopped, "worst"),
+        (None, JobState.stopped, "worst"),
     ],
 )
-def test_optuna_gets_no_nan(tmp_path, value, state, told):
-    job = planned(tmp_path)
-    job.row.state, job.row.value, job.folder = state, value, tmp_path
+@pytest.mark.parametrize("maximize", [False, True])
+def test_optuna_gets_a_finite_value_of_a_job_of_ours(tmp_path, value, state, told, maximize):
+    worst = -math.inf if maximize else math.inf
+    check_told(planned(tmp_path), value, state, worst if told == "worst" else told, maximize)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (math.inf, math.inf),
+        (None, None),
+        ("text", "text"),
+        ("nan", NAN),
+        (np.float32("nan"), NAN),
+        (np.array([math.nan]), NAN),
+        ([1.0, math.nan], NAN),
+        (np.array([1.0, math.nan]), NAN),
+    ],
+    ids=repr,
+)
+def test_optuna_gets_no_nan_of_another_app(tmp_path, value, told):
+    check_told(planned(tmp_path, is_ours=False), value, JobState.done, told)
+
+
+def check_told(job, value, state, told, maximize=False):
+    job.row.state, job.row.value = state, value
     job.result = job.value_return()
-    loss = SweepObjective("val/loss", maximize=False)
+    loss = SweepObjective("val/loss", maximize=maximize)
     found = Sweep.result(SimpleNamespace(tells_optuna=True, objective=loss, stop_reason=""), job)
     assert (str(found._return_value) if found.status == JobStatus.FAILED else found.return_value) == told
     assert (found.status == JobStatus.FAILED) == (told == NAN)

@@ -126,7 +126,7 @@ def test_an_option_that_the_launcher_lacks_is_refused():
 def test_a_search_of_optuna_none_of_whose_trials_has_a_value_ends_with_a_sentence(ours_to_launch, is_dry):
     one, _ = ours_to_launch
     one.config.dry_run, one.sweep.closing_line = is_dry, "2 jobs: 2 failed  ->  m/sweep.md"
-    said = "^no job has a value for Optuna: 2 jobs: 2 failed  ->  m/sweep.md$"
+    said = "^no job has a finite value for Optuna: 2 jobs: 2 failed  ->  m/sweep.md$"
     with nullcontext() if is_dry else pytest.raises(SweepFailed, match=said):
         launcher.end_without_values(ValueError("No trials are completed yet."))
 
