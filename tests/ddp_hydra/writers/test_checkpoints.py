@@ -14,7 +14,7 @@ import pytest
 from ddp_hydra.errors import CheckpointError, DdpHydraError, RecordError
 from ddp_hydra.record import Record, Start
 from ddp_hydra.storage.files import write_atomic
-from ddp_hydra.storage.manifest import encode_manifest, find_checkpoint, read_manifest
+from ddp_hydra.storage.manifest import encode_manifest, find_checkpoint, newest_first, read_manifest
 from ddp_hydra.writers import files
 from ddp_hydra.writers.files import CheckpointWriter
 
@@ -481,3 +481,16 @@ def test_a_manifest_of_another_format_or_a_broken_one_is_a_sentence(tmp_path, th
     (three / "manifest.json").write_text(content)
     with pytest.raises(CheckpointError, match=rf"manifest.json cannot be read .*{re.escape(said)}.*move it away"):
         find_checkpoint(tmp_path)
+
+
+def test_a_run_whose_checkpoints_are_in_a_store_goes_back_by_its_manifest(tmp_path, folder, checkpoint_record):
+    writer = CheckpointWriter(tmp_path)
+    for step in (20, 30):
+        writer.write(checkpoint_record(step, best=True))
+    for path in folder.glob("*.pt"):
+        path.unlink()
+    CheckpointWriter(tmp_path, is_stored=True).write(Record(BACK, step=20))
+    entries = read_manifest(folder)
+    assert [entries[name].step for name in ("last.pt", "best.pt")] == [20, 20]
+    assert newest_first(entries) == ["step-000020.pt", "step-000030.pt"]
+    assert names(folder) == ["manifest.json"]
