@@ -55,7 +55,7 @@ class Beat(Data, frozen=True):
 
 
 class Start(Data, frozen=True):
-    """The training begins, at the record's step."""
+    """The training begins, at the record's step; `best` is the objective's best value until there, if it has one."""
 
     lines: list[str] = []
     total_steps: Count | None = None
@@ -64,6 +64,7 @@ class Start(Data, frozen=True):
     epoch_means: bool = False
     checkpoint_bytes: Count = 0
     show: list[str] | None = None
+    best: dict[Name, float] = {}
 
 
 class RolledBack(Data, frozen=True):

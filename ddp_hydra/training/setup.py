@@ -122,7 +122,8 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
     # The least that a checkpoint has: weights, their average, and the moments that torch's optimizers keep.
     kept = sum(cost.moments(update.optimizer) for update in run.updates.values())
     size = weights.n_bytes(run.model) * (2 if run.ema else 1) + kept
-    return Start(header, total_steps, epochs, world_size, epoch_means=True, checkpoint_bytes=size, show=show)
+    best = {} if run.state.best is None else {cfg.objective.metric: run.state.best}
+    return Start(header, total_steps, epochs, world_size, epoch_means=True, checkpoint_bytes=size, show=show, best=best)
 
 
 def memory_of(run: Any) -> str:

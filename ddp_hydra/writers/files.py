@@ -19,7 +19,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import accumulate, compress
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +53,19 @@ from ddp_hydra.storage.files import (
 )
 from ddp_hydra.storage.manifest import (
     ALIASES,
+    BEST,
     FOLDER,
+    LAST,
     NAME,
     PART,
     STATE,
     STEP,
-    SUFFIX,
     CheckpointEntry,
     CheckpointPart,
     Entries,
     encode_manifest,
     name_in_store,
+    newest_first,
     read_manifest,
     same_as,
     step_name,
@@ -258,8 +260,10 @@ class CheckpointWriter:
             self._attempt = record.attempt
             self._drop_saves()
         file, checkpoint = record.data, record.checkpoint
-        if isinstance(file, Start) and not any((self._folder / name).exists() for name in self._entries):
-            self._check_space(file.checkpoint_bytes)
+        if isinstance(file, Start):
+            if not any((self._folder / name).exists() for name in self._entries):
+                self._check_space(file.checkpoint_bytes)
+            self._go_back(record.step or 0, file.best)
         if not isinstance(file, File) or checkpoint is None:
             return
         name, part_name = _names(file.path, checkpoint.step, record.rank)
@@ -269,6 +273,25 @@ class CheckpointWriter:
             self._enter(name, [part], checkpoint)
         elif record.attempt == self._attempt:
             self._receive_part(record, part, checkpoint)
+
+    def _go_back(self, step: int, best: dict[str, float]) -> None:
+        """Name the checkpoint from which a run goes on as the last one, unless it is.
+
+        Those of later steps stay until the next save, as the oldest ones: the run may fail before it.
+        """
+        entries, names = self._entries, newest_first(self._entries)
+        steps = {name: entry.step or 0 for name, entry in entries.items()}
+        before = [name for name in names if steps[name] <= step]
+        begun = max(before, key=steps.__getitem__, default="")
+        if not before or (begun == names[0] and all(steps.get(alias, 0) <= step for alias in ALIASES)):
+            return
+        # Checkpoints after the best one tell its value, too, until the next validation.
+        same = [name for name in before if best and best.items() <= entries[name].metrics.items()]
+        aliases = {LAST: begun}
+        if same or steps.get(BEST, 0) > step:
+            aliases[BEST] = min(same, key=steps.__getitem__, default=begun)
+        order = sorted(entries, key=lambda name: (name in before, name == begun))
+        self._save(self._with_aliases(aliases, {name: entries[name] for name in order}))
 
     def _check_space(self, size: int) -> None:
         free, needed = shutil.disk_usage(self._run_dir).free, 2 * size
@@ -323,15 +346,7 @@ class CheckpointWriter:
             samples=checkpoint.samples,
             metrics=finite(checkpoint.metrics),
         )
-        self._save(entries)
-        for alias in ALIASES if checkpoint.best else ALIASES[:1]:
-            with writing(self._folder / alias):
-                if name.endswith(SUFFIX):
-                    with replacing(self._folder / alias) as link:
-                        link_or_copy(self._folder / name, link)
-                else:
-                    (self._folder / alias).unlink(missing_ok=True)
-            entries[alias] = entries[name]
+        entries = self._with_aliases(dict.fromkeys(ALIASES if checkpoint.best else ALIASES[:1], name), entries)
         outdated = self._outdated_by(name, entries)
         self._save({known: entry for known, entry in entries.items() if known not in outdated})
         self._outdated.update(outdated)
@@ -339,6 +354,18 @@ class CheckpointWriter:
             with writing(self._folder / name):
                 remove(self._folder / name)
             self._outdated.discard(name)
+
+    def _with_aliases(self, aliases: dict[str, str], entries: Entries) -> Entries:
+        """Save the manifest, then give checkpoints of it other names, which the returned entries have, too."""
+        self._save(entries)
+        for alias, name in aliases.items():
+            with writing(self._folder / alias):
+                if (self._folder / name).is_file():
+                    with replacing(self._folder / alias) as link:
+                        link_or_copy(self._folder / name, link)
+                else:  # it is a folder, or in a store
+                    (self._folder / alias).unlink(missing_ok=True)
+        return entries | {alias: entries[name] for alias, name in aliases.items()}
 
     def close(self) -> None:
         self._receiver.drop()
@@ -355,13 +382,15 @@ class CheckpointWriter:
         self._entries = dict(entries)
 
     def _outdated_by(self, newest: str, entries: Entries) -> list[str]:
-        """Return checkpoints that are too many, or of the same or later steps: a rollback or an attempt made them."""
+        """Return checkpoints that are too many, or of no earlier steps than newer ones: a run has gone back since."""
         if self._keep is None:
             return []
         named = {entries[alias].digest for alias in ALIASES if alias in entries}
         numbers = {name: entry.step or 0 for name, entry in entries.items() if STEP.fullmatch(name)}
         kept = {*list(numbers)[-self._keep :], *self._for_good(numbers)}
-        old = [name for name, step in numbers.items() if name not in kept or step >= (entries[newest].step or 0)]
+        least = list(accumulate(reversed(numbers.values()), min))[::-1][1:]  # of the steps of newer ones
+        left = {name for (name, step), other in zip(numbers.items(), least, strict=False) if step >= other}
+        old = [name for name in numbers if name not in kept or name in left]
         return [name for name in old if name != newest and entries[name].digest not in named]
 
     def _for_good(self, steps: dict[str, int]) -> Iterator[str]:

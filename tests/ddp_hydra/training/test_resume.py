@@ -150,6 +150,13 @@ def test_the_rate_that_goes_with_the_batch_follows_it_at_a_resume(train):
     assert {rate for _, rate in train(resume=first.last, parts=parts).metrics("lr")} == {0.1 * 4 / 8}
 
 
+def test_a_start_says_the_best_value_before_it(train):
+    run = train(parts=BY_LOSS)
+    again = train(resume=run.last, parts=BY_LOSS)
+    (best,) = [record.data.checkpoint for record in run.saved if record.data.checkpoint.best][-1:]
+    assert [one.records[0].data.best for one in (run, again)] == [{}, {"train/loss": best.metrics["train/loss"]}]
+
+
 @pytest.mark.medium
 def test_another_objective_forgets_the_best_of_the_one_before(train):
     first = train(stop_at=("forward", 5), parts={"objective": {"metric": "val/accuracy"}})

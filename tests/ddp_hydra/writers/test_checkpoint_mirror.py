@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.record import Record, Start
 from ddp_hydra.storage.base import PIECE_BYTES
 from ddp_hydra.storage.manifest import find_checkpoint, read_manifest
 from ddp_hydra.storage.run_ref import fetch_checkpoint, remove_checkpoints
@@ -238,6 +239,23 @@ def test_the_same_step_again_leaves_the_older_content_until_the_manifest_is_chan
     assert fetch_checkpoint("s3://runs/a", tmp_path / "back").read_bytes() == b"weights 1 after a rollback"
     kept = {content for key, content in front.objects().items() if "step-" in key}
     assert kept == {b"weights 1 after a rollback"}
+
+
+def test_a_run_that_goes_back_does_so_in_the_bucket(front, tmp_path, checkpoint_record):
+    run = Run(tmp_path / "run", checkpoint_record, keep=3)
+    for step in (1, 2, 3):
+        run.write(step, best=True)
+    run.settle()
+    run.checkpoints.write(Record(Start(best={"val/loss": 1.0}), step=1))
+    run.settle()
+    for which in ("last", "best"):
+        assert fetch_checkpoint("s3://runs/a", tmp_path / which, which).read_bytes() == b"weights 1"
+    run.write(3, b"weights 3 of the new branch")
+    run.mirror.close()
+    assert {content for key, content in front.objects().items() if "step-" in key} == {
+        b"weights 1",
+        b"weights 3 of the new branch",
+    }
 
 
 def test_what_another_run_put_there_stays_and_comes_before_ours(front, tmp_path, checkpoint_record):

@@ -14,7 +14,8 @@ import pytest
 from ddp_hydra.errors import CheckpointError, DdpHydraError, RecordError
 from ddp_hydra.record import Record, Start
 from ddp_hydra.storage.files import write_atomic
-from ddp_hydra.storage.manifest import encode_manifest, find_checkpoint, read_manifest
+from ddp_hydra.storage.manifest import encode_manifest, find_checkpoint, newest_first, read_manifest
+from ddp_hydra.writers import files
 from ddp_hydra.writers.files import CheckpointWriter
 
 
@@ -92,6 +93,88 @@ def test_checkpoints_of_later_steps_go_where_a_run_begins_again(tmp_path, folder
     again.write(checkpoint_record(10))
     assert {name for name in names(folder) if name.startswith("step-")} == {"step-000010.pt", "step-000040.pt"}
     assert (folder / "best.pt").read_bytes() == b"weights 40"
+    check_whole(folder)
+
+
+BACK = Start(best={"val/loss": 1 / 20})
+
+
+@pytest.mark.parametrize("keep", [3, None])
+def test_a_run_that_goes_back_has_the_last_and_the_best_of_its_new_branch(tmp_path, folder, checkpoint_record, keep):
+    writer = CheckpointWriter(tmp_path, keep=keep)
+    for step in (10, 20, 30, 40):
+        writer.write(checkpoint_record(step, best=True))
+    before = {name for name in names(folder) if name.startswith("step-")}
+    again = CheckpointWriter(tmp_path, keep=keep)
+    again.write(Record(BACK, step=25))
+    check_whole(folder)
+    assert {name for name in names(folder) if name.startswith("step-")} == before  # it may fail before its first save
+    assert [(folder / name).read_bytes() for name in ("last.pt", "best.pt")] == [b"weights 20", b"weights 20"]
+    assert (read_manifest(folder)["last.pt"].step, find_checkpoint(tmp_path).read_bytes()) == (20, b"weights 20")
+    again.write(checkpoint_record(35))
+    check_whole(folder)
+    left = {"step-000020.pt", "step-000035.pt"} | (before if keep is None else set())
+    assert {name for name in names(folder) if name.startswith("step-")} == left
+    assert (read_manifest(folder)["last.pt"].step, read_manifest(folder)["best.pt"].step) == (35, 20)
+
+
+def test_a_run_goes_forward_again_to_what_it_had_left(tmp_path, folder, checkpoint_record):
+    writer = CheckpointWriter(tmp_path)
+    for step in (20, 30):
+        writer.write(checkpoint_record(step, best=True))
+    writer.write(Record(BACK, step=20))
+    assert find_checkpoint(tmp_path, "best").read_bytes() == find_checkpoint(tmp_path).read_bytes() == b"weights 20"
+    writer.write(Record(Start(best={"val/loss": 1 / 30}), step=30))
+    assert find_checkpoint(tmp_path, "best").read_bytes() == find_checkpoint(tmp_path).read_bytes() == b"weights 30"
+    check_whole(folder)
+
+
+def test_the_best_one_is_that_from_which_a_run_goes_on_where_it_has_no_better_one(tmp_path, folder, checkpoint_record):
+    writer = CheckpointWriter(tmp_path, keep=2)
+    for step in (10, 20, 30):
+        writer.write(checkpoint_record(step, best=True))
+    writer.write(Record(Start(best={"val/loss": 1 / 10}), step=20))
+    assert read_manifest(folder)["best.pt"].step == 20
+    check_whole(folder)
+
+
+@pytest.mark.parametrize("step", [0, 5, 30, 45])
+@pytest.mark.parametrize("best", [{}, {"val/loss": 1 / 20}])
+def test_a_start_that_does_not_go_back_changes_no_checkpoint(tmp_path, folder, checkpoint_record, step, best):
+    writer = CheckpointWriter(tmp_path)
+    for one in (10, 20, 30):
+        writer.write(checkpoint_record(one, best=one == 20))
+    before = (folder / "manifest.json").read_bytes()
+    CheckpointWriter(tmp_path).write(Record(Start(best=best), step=step, attempt=1))
+    assert (folder / "manifest.json").read_bytes() == before
+    check_whole(folder)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_run_that_is_killed_as_it_goes_back_can_be_resumed(tmp_path, folder, checkpoint_record, monkeypatch, at):
+    writer = CheckpointWriter(tmp_path)
+    for step in (20, 30):
+        writer.write(checkpoint_record(step, best=True))
+    calls = []
+
+    def dies(function):
+        def wrapped(*arguments):
+            calls.append(function)
+            if len(calls) > at:
+                raise KeyboardInterrupt
+            return function(*arguments)
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_atomic", dies(files.write_atomic))
+        patch.setattr(files, "link_or_copy", dies(files.link_or_copy))
+        with pytest.raises(KeyboardInterrupt):
+            writer.write(Record(BACK, step=20))
+    found = find_checkpoint(tmp_path)
+    assert found.read_bytes() == (b"weights 20" if at else b"weights 30")
+    CheckpointWriter(tmp_path).write(Record(BACK, step=20))
+    assert [(folder / name).read_bytes() for name in ("last.pt", "best.pt")] == [b"weights 20", b"weights 20"]
     check_whole(folder)
 
 
@@ -398,3 +481,16 @@ def test_a_manifest_of_another_format_or_a_broken_one_is_a_sentence(tmp_path, th
     (three / "manifest.json").write_text(content)
     with pytest.raises(CheckpointError, match=rf"manifest.json cannot be read .*{re.escape(said)}.*move it away"):
         find_checkpoint(tmp_path)
+
+
+def test_a_run_whose_checkpoints_are_in_a_store_goes_back_by_its_manifest(tmp_path, folder, checkpoint_record):
+    writer = CheckpointWriter(tmp_path)
+    for step in (20, 30):
+        writer.write(checkpoint_record(step, best=True))
+    for path in folder.glob("*.pt"):
+        path.unlink()
+    CheckpointWriter(tmp_path, is_stored=True).write(Record(BACK, step=20))
+    entries = read_manifest(folder)
+    assert [entries[name].step for name in ("last.pt", "best.pt")] == [20, 20]
+    assert newest_first(entries) == ["step-000020.pt", "step-000030.pt"]
+    assert names(folder) == ["manifest.json"]

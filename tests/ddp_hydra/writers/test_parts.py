@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.errors import CheckpointError, RecordError
-from ddp_hydra.record import Checkpoint, Metrics, Record
+from ddp_hydra.record import Checkpoint, Metrics, Record, Start
 from ddp_hydra.runs import disk
 from ddp_hydra.runs.run_files import LocalRunFiles
 from ddp_hydra.storage import LocalFolder, run_ref
@@ -59,6 +59,22 @@ def names(folder: Path) -> list[str]:
 
 
 STEP_1, STEP_2 = (["step-000001/rank-1.pt", "step-000001/state.pt"], ["step-000002/rank-1.pt", "step-000002/state.pt"])
+
+
+def test_a_run_that_goes_back_to_a_folder_names_it_the_last_and_the_best_one(tmp_path, folder, part):
+    writer = CheckpointWriter(tmp_path)
+    for step in (1, 2):
+        for rank in (1, 0):
+            writer.write(part(step, rank, best=True))
+    writer.write(Record(Start(best={"val/loss": 1.0}), step=1, attempt=1))
+    assert names(folder) == ["manifest.json", *STEP_1, *STEP_2]
+    assert {find_checkpoint(tmp_path, which) for which in ("last", "best")} == {folder / "step-000001"}
+    for rank in (1, 0):
+        writer.write(part(2, rank, attempt=1, content=b"another %d" % rank))
+    entries = read_manifest(folder)
+    assert (entries["last.pt"].step, entries["best.pt"].step) == (2, 1)
+    assert len(entries) == 4
+    assert len(names(folder)) == 5
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
