@@ -38,7 +38,7 @@ from ddp_hydra.record import (
     check_submitted,
 )
 from ddp_hydra.storage import retry
-from ddp_hydra.storage.files import NotingFile
+from ddp_hydra.storage.files import NotingFile, cannot_write
 from ddp_hydra.storage.manifest import FOLDER, step_name
 
 T = TypeVar("T")
@@ -433,7 +433,12 @@ def _outbox_file(path: str, write: Callable[[Path], Any], checkpoint: Checkpoint
             source.unlink(missing_ok=True)  # nobody would delete it, e.g. after a full disk
             raise
 
-    written = with_room(attempt)
+    try:
+        written = with_room(attempt)
+    except OSError as error:  # `write` may read other files, or a connection
+        if isinstance(error, ConnectionError) or not error.errno or error.filename not in (None, str(source)):
+            raise
+        raise cannot_write(source, error) from error
     if isinstance(written, NotingFile):
         digest = written.sha256
     else:

@@ -60,6 +60,7 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     saved = _overrides_of(resumed)
     if saved is None:
         return arguments
+    _refuse_other_weights(arguments, saved, resumed)
     hydra_cfg = hydra_of(resumed)
     arguments = with_sources(arguments, hydra_cfg, f"resume={resumed}: the run")
     # Faults are not injected twice, and the command waits for the run, unless the user types these again.
@@ -82,6 +83,19 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
         config = OmegaConf.create(saved_config(resumed) or {})
         kept = [_with_whole_paths(word, folder, config) for word in kept]
     return [*kept, *before, *arguments]
+
+
+def _refuse_other_weights(words: Sequence[str], saved: Sequence[str], resumed: str) -> None:
+    # A job that is started again has the words of its run.
+    from ddp_hydra.job import job_config
+
+    typed, own = (
+        {value_of(one) for one in some if full_key_of(one) == "model.weights" and "=" in one} for some in (words, saved)
+    )
+    for given in sorted(typed - own):
+        if job_config.weights_path(OmegaConf.create({"model": {"weights": given}})) is not None:
+            what = f"resume={resumed} takes the run's weights: leave one of the two out"
+            raise ConfigError(text.printable(f"model.weights={given}: {what}"))
 
 
 def resumed_run(words: Sequence[str]) -> str:

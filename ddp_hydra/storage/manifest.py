@@ -226,7 +226,8 @@ def _folder_of(given: Path) -> Path:
         return folder
     if (given / ".hydra").is_dir():
         raise CheckpointError(
-            f"run directory {given} has no checkpoints: the run ended before its first one; found {_listing(given)}"
+            f"run directory {given} has no checkpoints: the run ended before its first one, or has not come to it yet; "
+            f"found {_listing(given)}"
         )
     if (given / "multirun.yaml").is_file():
         raise CheckpointError(f"{given} is a sweep: give the run directory of one of its jobs, {given / '0'}")

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ def model(cfg: DictConfig, data: Any) -> nn.Module:
     node = fill_num_classes(cfg.model, data, "model")
     if "weights" in node and "weights" not in parameters(str(target)):
         if node.weights is not None:  # a file or run would have been loaded, and null be left
+            if Path(str(node.weights)).expanduser().exists():
+                raise ConfigError(
+                    f"model.weights={node.weights} is for the begin of a training; here the weights are those of run=: "
+                    "give another run or checkpoint as run=<path>"
+                )
             raise ConfigError(f"model.weights={node.weights}: there is no such file, nor a run directory")
         node = without(node, ["weights"])
     built = make(node)

@@ -17,6 +17,7 @@ from ddp_hydra.errors import DiskFull, RecordError
 from ddp_hydra.record import RESERVED, File, Image, Metrics, Record, Text, check_path
 from ddp_hydra.results import INLINE_BYTES, finite
 from tests.support.clocks import set_time
+from tests.support.disk import files_up_to
 
 
 @pytest.mark.parametrize(
@@ -178,6 +179,14 @@ def test_a_file_that_cannot_be_written_leaves_nothing_in_the_outbox(sent, tmp_pa
     with pytest.raises(DiskFull, match=r"spool on host .* is full"):
         results.submit_file("a.bin", disk_full)
     assert list((tmp_path / "spool").iterdir()) == []
+    assert sent == []
+
+
+def test_a_file_that_is_too_large_is_told_in_a_sentence_and_an_error_of_another_file_stays(sent, tmp_path):
+    with files_up_to(1000), pytest.raises(RecordError, match=r"^cannot write \S+: File too large; .*`ulimit -f`"):
+        results.checkpoint({"w": torch.zeros(10_000)}, 1)
+    with pytest.raises(FileNotFoundError, match="nosuch"):
+        results.submit_file("a.bin", lambda path: path.write_bytes((tmp_path / "nosuch").read_bytes()))
     assert sent == []
 
 

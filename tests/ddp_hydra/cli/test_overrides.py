@@ -83,6 +83,16 @@ def test_what_a_run_was_begun_with_by_plus_can_be_removed_and_changed(run, saved
     assert resumed.with_resumed_overrides([*given, f"resume={run}"]) == [*found, f"resume={run}"]
 
 
+def test_weights_that_are_typed_with_a_resume_are_refused_unless_the_run_began_with_them(run):
+    given = [f"model.weights={run}/mine.pt", f"resume={run}"]
+    with pytest.raises(ConfigError, match=r"^model\.weights=\S+: resume=\S+ takes the run's weights: leave one of"):
+        resumed.with_resumed_overrides(given)
+    assert resumed.with_resumed_overrides(["model.weights=DEFAULT", given[1]])[-2] == "model.weights=DEFAULT"
+    (run / ".hydra" / "overrides.yaml").write_text(json.dumps(given[:1]))
+    assert resumed.with_resumed_overrides(given) == given
+    assert resumed.with_resumed_overrides(given[1:]) == given
+
+
 def test_a_key_of_every_job_that_was_typed_with_its_group_is_not_dropped(run):
     saved = run / ".hydra" / "overrides.yaml"
     saved.write_text(json.dumps(["trainer={time_limit_s: 5, epochs: 2}", "a=1"]))
