@@ -48,7 +48,7 @@ def model(cfg: DictConfig, data: Any) -> nn.Module:
         if node.weights is not None:  # a file or run would have been loaded, and null be left
             if Path(str(node.weights)).expanduser().exists():
                 raise ConfigError(
-                    f"model.weights={node.weights} is for the begin of a training; here the weights are those of run=: "
+                    f"model.weights={node.weights} begins a training; here the weights are those of run=: "
                     "give another run or checkpoint as run=<path>"
                 )
             raise ConfigError(f"model.weights={node.weights}: there is no such file, nor a run directory")

@@ -82,7 +82,7 @@ def test_a_model_without_an_argument_for_weights_begins_with_those_of_a_file_too
     assert model(_target_="torch.nn.Linear", in_features=4, out_features=3, weights=None).out_features == 3
     with pytest.raises(ConfigError, match=r"^model\.weights=nosuch: there is no such file, nor a run directory$"):
         model(_target_="torch.nn.Linear", in_features=4, out_features=3, weights="nosuch")
-    with pytest.raises(ConfigError, match=r"is for the begin of a training; here the weights are those of run=: give"):
+    with pytest.raises(ConfigError, match=r"begins a training; here the weights are those of run=: give"):
         model(_target_="torch.nn.Linear", in_features=4, out_features=3, weights=__file__)
 
 
