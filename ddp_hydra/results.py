@@ -8,6 +8,7 @@ blocks while the reader is behind, so a slow reader slows the rank down instead 
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import math
 import os
@@ -435,8 +436,8 @@ def _outbox_file(path: str, write: Callable[[Path], Any], checkpoint: Checkpoint
 
     try:
         written = with_room(attempt)
-    except OSError as error:  # `write` may read other files, or a connection
-        if isinstance(error, ConnectionError) or not error.errno or error.filename not in (None, str(source)):
+    except OSError as error:
+        if error.errno != errno.EFBIG:  # others may be gone at another attempt
             raise
         raise cannot_write(source, error) from error
     if isinstance(written, NotingFile):
