@@ -423,14 +423,15 @@ def _settings(method: Any) -> Any:
     # Return what two functions have in common that do the same: a config makes partials and collators anew.
     if isinstance(method, partial):
         return partial, _settings(method.func), method.args, method.keywords
-    is_of_user = isinstance(type(method).__call__, FunctionType) and hasattr(method, "__dict__")
+    is_plain = type(method).__mro__ == (type(method), object)  # else settings may lie outside of its attributes
+    is_of_user = is_plain and isinstance(type(method).__call__, FunctionType) and "__slots__" not in vars(type(method))
     return (type(method), vars(method)) if is_of_user else method
 
 
 def _are_alike(recipes: Sequence[Any]) -> bool:
     try:
         return all(recipe == recipes[0] for recipe in recipes)
-    except (ValueError, RuntimeError):  # arrays and tensors in them
+    except Exception:  # arrays and tensors in them
         return False
 
 
