@@ -213,7 +213,6 @@ def fingerprint(data: Any, seed: int) -> list[Any]:
         with suppress(Exception):  # such as of an id that is known once its sample was read
             names = "\n".join(str(data.sample_id(place)) for place in places)
             return [hashlib.sha256(encodable(names).encode()).hexdigest()]
-        return []
     samples: list[Any] = []
     begin = time.monotonic()
     for index in (0, n // 2):

@@ -235,7 +235,7 @@ def identified(data: Any, indices: Sequence[int], values: Mapping[str, Any]) -> 
         found["error"] = [encodable(str(data.error_of(index))) for index in indices]
     if taken := {"index", *found} & values.keys():
         raise ConfigError(
-            f"predict() of the task has a column {', '.join(sorted(taken))}, as the table by itself: rename the task's"
+            f"predict() of the task has a column {', '.join(sorted(taken))}, a name of the table's own: rename it"
         )
     return {**found, **values}
 

@@ -52,15 +52,13 @@ def build_sampler(cfg: DictConfig, train_set: Any, world: World) -> tuple[Any, S
     sampler = build_data.sampler(cfg, train_set, world, lambda: consensus.decide())
     is_stream = isinstance(sampler, StreamSampler)
     consensus = StepConsensus(world, sampler.counts, sampler.heard) if is_stream else StepConsensus(world)
+    data = unwrapped(train_set.dataset if isinstance(train_set, InWorkers) else train_set)
+    for one in () if is_stream or world.rank else (sampler, data):
+        has_state = hasattr(type(one), "state_dict") and hasattr(type(one), "load_state_dict")
+        if has_state and not isinstance(one, nn.Module):  # whose state is that of its transforms
+            results.warn(f"the state_dict() of {type(one).__name__} is not saved: a resume begins with a new one")
     if cfg.trainer.overfit_batches and not is_stream:
         sampler = Repeated(sampler, cfg.trainer.overfit_batches, cfg.seed)
-    data = train_set.dataset if isinstance(train_set, InWorkers) else train_set
-    for kind in () if is_stream or world.rank else (type(sampler), type(unwrapped(data))):
-        if hasattr(kind, "load_state_dict"):
-            results.warn(
-                f"the state_dict() of {kind.__name__} is not saved: keep what a resume needs in a callback with "
-                "state_dict() and load_state_dict()"
-            )
     return sampler, consensus
 
 

@@ -7,7 +7,7 @@ import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -112,6 +112,26 @@ class Padding:
 
     def __call__(self, samples):
         return samples
+
+
+class Named(NamedTuple("Named", [("value", Any)])):
+    __call__ = Padding.__call__
+
+
+class Slotted(Padding):
+    __slots__ = ("slot",)
+
+    def __init__(self, value: Any) -> None:
+        self.slot = value
+
+
+@pytest.mark.parametrize("kind", [Named, Slotted])
+def test_parts_with_settings_outside_of_attributes_do_not_share_a_collate(kind):
+    data = ConcatDataset(parts := [Rows(), Rows()])
+    for number, part in enumerate(parts):
+        part.collate = kind(number)
+    with pytest.raises(ConfigError, match=r"make batches by a collate\(\) of their own"):
+        look_into(data)
 
 
 @pytest.mark.parametrize("name", ["collate", "prepare"])

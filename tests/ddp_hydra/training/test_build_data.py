@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     ChainDataset,
@@ -184,6 +185,12 @@ class RowsWithState(TensorDataset):
     state_dict, load_state_dict = WithState.state_dict, vars
 
 
+class ModuleSet(nn.Module, RowsWithState):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors = (torch.zeros(40),)
+
+
 @pytest.mark.parametrize("wrap", [lambda data: data, lambda data: InWorkers(data, 1, asked=True)])
 def test_a_state_that_is_not_saved_is_told(wrap, monkeypatch):
     said: list[str] = []
@@ -194,7 +201,8 @@ def test_a_state_that_is_not_saved_is_told(wrap, monkeypatch):
         "the state_dict() of WithState",
         "the state_dict() of RowsWithState",
     ]
-    setup.build_sampler(built(data)[0], TensorDataset(torch.zeros(40)), ALONE)
+    for other in (TensorDataset(torch.zeros(40)), ModuleSet()):
+        setup.build_sampler(built(data)[0], other, ALONE)
     assert len(said) == 2
 
 
