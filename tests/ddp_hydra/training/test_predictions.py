@@ -172,7 +172,8 @@ def test_names_of_files_that_are_not_utf_8_can_be_written(tmp_path):
 
 @pytest.mark.parametrize("name", ["index", "id"])
 def test_a_column_that_each_table_has_is_refused(name):
-    with pytest.raises(ConfigError, match=rf"predict\(\) of the task has a column {name}, a name of the table's own: rename it"):
+    said = rf"predict\(\) of the task has a column {name}, a name of the table's own: rename it"
+    with pytest.raises(ConfigError, match=said):
         inference.identified(SimpleNamespace(sample_id=str), [0], {name: [5]})
 
 
